@@ -1,0 +1,202 @@
+"""The helper around the backend: compile in place, explain, report, warm up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .backend import breakable_prefill, build_plan, registry
+from .errors import NotCompiledError
+from .execution.dispatch import PrefillRuntime, whole_ladder
+from .graph.normalize import value_of
+from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
+from .graph.trace import trace
+from .options import Options, parse_options
+from .report.explain import (
+    GraphReport,
+    Report,
+    describe_plan,
+    describe_refused,
+    describe_runtime,
+    hints_of,
+)
+from .tracing import fresh_frame, mark_tokens, tracing_config
+
+
+class CompiledPrefill:
+    """A model compiled by :func:`compile`; call it, or the module itself.
+
+    A module is compiled in place: ``module(...)`` runs compiled, ``module.forward(...)`` does not.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        options: Mapping[str, Any],
+        token_dims: Mapping[str | int, int] | None,
+    ) -> None:
+        self.module = target
+        self.options: Options = parse_options(options)
+        self._token_dims = token_dims
+        self._call = target._call_impl if isinstance(target, torch.nn.Module) else target
+        self._frame = fresh_frame(self._call)
+        self._compiled = torch.compile(
+            self._frame, backend=breakable_prefill, options=dict(options)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mark_tokens(args, kwargs, self._token_dims)
+        with tracing_config():
+            return self._compiled(*args, **kwargs)
+
+    def report(self) -> Report:
+        """What was planned and what ran so far."""
+        return report(self)
+
+    def warmup(self, *args: Any, **kwargs: Any) -> Report:
+        """Run one forward with these arguments and capture every bucket of its graph."""
+        with whole_ladder(), torch.no_grad():
+            self(*args, **kwargs)
+        return self.report()
+
+    def undo(self) -> None:
+        """Give the module back as it was; its compiled graphs are dropped."""
+        if isinstance(self.module, torch.nn.Module):
+            self.module._compiled_call_impl = None
+        torch._dynamo.reset_code(self._frame.__code__)
+
+
+def compile(
+    model: Callable[..., Any],
+    *,
+    token_dims: Mapping[str | int, int] | None = None,
+    **options: Any,
+) -> CompiledPrefill:
+    """Compile a model the recommended way: one trace for all lengths, in place for a module.
+
+    ``options`` are those of the backend (see the README). ``token_dims`` names the token dimension
+    of inputs by argument name or position where the default rule of
+    :func:`fx_prefill.tracing.mark_tokens` does not find it. Raises OptionError for bad options.
+    """
+    if isinstance(model, CompiledPrefill):
+        raise TypeError("this model is compiled already; call undo() on it first")
+    if not callable(model):
+        raise TypeError(f"expected a module or a function, got {type(model).__name__}")
+    if isinstance(model, torch.nn.Module) and model._compiled_call_impl is not None:
+        raise TypeError(
+            f"{type(model).__name__} is compiled already, by fx_prefill.compile or module.compile; "
+            "undo that first"
+        )
+    compiled = CompiledPrefill(model, options, token_dims)
+    if isinstance(model, torch.nn.Module):
+        model._compiled_call_impl = compiled
+    return compiled
+
+
+def report(compiled: Any) -> Report:
+    """What was planned and what ran, for anything compiled with this backend.
+
+    Takes what :func:`compile` or ``torch.compile`` returned, or the module itself. Raises
+    NotCompiledError when no graph of it is known.
+    """
+    target = compiled.module if isinstance(compiled, CompiledPrefill) else compiled
+    module = getattr(target, "_orig_mod", target)
+    if not isinstance(module, torch.nn.Module):
+        raise NotCompiledError(
+            f"a report needs the module that was compiled, not a {type(module).__name__}: only "
+            "its weights tell which graphs are its own"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    graphs = registry.find(tensors)
+    if not graphs and not isinstance(compiled, CompiledPrefill):
+        raise NotCompiledError(
+            f"no graph of this {type(module).__name__} was compiled by breakable_prefill yet: "
+            "compile it and call it once"
+        )
+    return Report(
+        tuple(
+            describe_runtime(graph, hints_of(graph.compiled.plan))
+            if isinstance(graph, PrefillRuntime)
+            else describe_refused(graph)
+            for graph in graphs
+        )
+    )
+
+
+def warmup(compiled: CompiledPrefill, *args: Any, **kwargs: Any) -> Report:
+    """Capture every bucket ahead of traffic; the arguments are those of one forward."""
+    return compiled.warmup(*args, **kwargs)
+
+
+def explain(
+    model: Any,
+    *args: Any,
+    prefill_options: Mapping[str, Any] | None = None,
+    token_dims: Mapping[str | int, int] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Trace and partition a model for these inputs without running it.
+
+    Works on the meta device: no weight is read. ``prefill_options`` are those of the backend.
+    Containers among the arguments (a KV cache) are copied, so that tracing leaves them alone.
+    """
+    if isinstance(model, CompiledPrefill):
+        options, call = model.options, model._call
+    else:
+        options = parse_options(prefill_options)
+        call = model._call_impl if isinstance(model, torch.nn.Module) else model
+    graphs: list[GraphReport] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        plan = build_plan(gm, example_inputs, options)
+        graphs.append(describe_plan(plan, options, hints_of(plan)))
+        return _without_running(gm, example_inputs)
+
+    args, kwargs = _copy_containers(args), _copy_containers(kwargs)
+    mark_tokens(args, kwargs, token_dims)
+    frame = fresh_frame(call)
+    with tracing_config(), torch.no_grad():
+        torch.compile(frame, backend=backend)(*args, **kwargs)
+    torch._dynamo.reset_code(frame.__code__)
+    return Report(tuple(graphs))
+
+
+def _copy_containers(value: Any) -> Any:
+    """A deep copy in which every tensor is the same tensor."""
+    memo: dict[int, Any] = {}
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            memo[id(leaf)] = leaf
+    return copy.deepcopy(value, memo)
+
+
+def _without_running(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Stands in for a graph: results of the right shapes, nothing computed."""
+    traced = trace(gm, example_inputs)
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    positions = {node: index for index, node in enumerate(placeholders)}
+    leaves, spec = tree_flatten(output.args[0])
+
+    def results(*args: Any) -> Any:
+        bindings = traced.symbol_values(args)
+
+        def make(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            if leaf in positions:
+                return args[positions[leaf]]
+            value = value_of(leaf)
+            if isinstance(value, torch.Tensor):
+                sizes = evaluate_sizes(size_exprs(value), bindings)
+                return torch.zeros(sizes, dtype=value.dtype, device=value.device)
+            return evaluate_scalar(expr_of(value), bindings)
+
+        return tree_unflatten([make(leaf) for leaf in leaves], spec)
+
+    return results

@@ -1,0 +1,74 @@
+"""The ``torch.compile`` backend: the stages, in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .execution.compile import SegmentCache, compile_plan
+from .execution.dispatch import FallbackReason, PrefillRuntime
+from .graph.partition import PartitionPlan, partition
+from .graph.rowwise import analyse
+from .graph.trace import trace
+from .options import Options, parse_options
+from .report.registry import Registry
+
+log = logging.getLogger(__name__)
+
+segment_cache = SegmentCache()
+registry = Registry()
+
+
+def breakable_prefill(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | Options | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one traced graph into a prefill that replays; the ``torch.compile`` backend.
+
+    ``options`` is the dict given to ``torch.compile``; ``mode`` is accepted and has no effect.
+    Raises OptionError for bad options.
+    """
+    checked = options if isinstance(options, Options) else parse_options(options)
+    if _needs_gradients(example_inputs):
+        log.warning(
+            "an input requires gradients and grad mode is on, so this graph runs eagerly; call the "
+            "model under torch.no_grad() or torch.inference_mode()"
+        )
+        return registry.add_refused(gm, example_inputs, FallbackReason.TRAINING, checked)
+    plan = build_plan(gm, example_inputs, checked)
+    runtime = PrefillRuntime(compile_plan(plan, checked, segment_cache), checked)
+    registry.add(runtime, example_inputs)
+    return runtime
+
+
+def build_plan(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> PartitionPlan:
+    """Trace, analyse and partition: all that can be known before anything is compiled."""
+    for user_pass in options.passes.pre_partition:
+        gm = user_pass(gm, example_inputs)
+    traced = trace(gm, example_inputs)
+    analysis = analyse(traced, options.break_ops, options.rowwise_ops)
+    return partition(analysis)
+
+
+def _needs_gradients(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(example, torch.Tensor) and example.requires_grad for example in example_inputs
+    )
+
+
+def _reset() -> None:
+    """Called by ``torch._dynamo.reset()``: forget artifacts and graphs."""
+    segment_cache.clear()
+    registry.clear()
+
+
+breakable_prefill.reset = _reset  # type: ignore[attr-defined]

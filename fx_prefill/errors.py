@@ -1,0 +1,39 @@
+"""Every failure this package can raise, by name."""
+
+from __future__ import annotations
+
+
+class FxPrefillError(Exception):
+    """Base of every error raised by fx_prefill."""
+
+
+class OptionError(FxPrefillError, ValueError):
+    """An option is unknown, has the wrong type, or contradicts another."""
+
+
+class MissingExtraError(FxPrefillError, ImportError):
+    """An optional dependency is needed and not installed."""
+
+
+class GraphError(FxPrefillError):
+    """The traced graph has a form the pass cannot read; says which node."""
+
+
+class PaddingError(FxPrefillError):
+    """A captured segment let padded rows reach real rows; names the node."""
+
+
+class SegmentCompileError(FxPrefillError):
+    """The segment compiler failed; names the segment and the compiler."""
+
+
+class CaptureError(FxPrefillError):
+    """A segment could not be recorded; names the segment and the bucket."""
+
+
+class FallbackError(FxPrefillError):
+    """Under ``strict``, a forward that would have run eagerly; says why."""
+
+
+class NotCompiledError(FxPrefillError):
+    """A report or warm-up was asked of something this backend never compiled."""

@@ -1,0 +1,1 @@
+"""Turns a plan into something that runs."""

@@ -1,0 +1,229 @@
+"""Compiles each distinct segment once.
+
+Weights are inputs of a segment, so the middle segments of a decoder differ in nothing: they share
+one artifact, found by a structural key over operators, wiring, shapes, strides and dtypes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..errors import SegmentCompileError
+from ..graph.normalize import value_of
+from ..graph.operators import operator_name
+from ..graph.partition import Partition, PartitionPlan
+from ..graph.symbols import expr_of, is_scalar
+from ..options import Options
+
+log = logging.getLogger(__name__)
+
+SegmentFn = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CompiledSegment:
+    """One artifact: called with the partition's inputs, returns its outputs in order."""
+
+    number: int
+    function: SegmentFn
+    seconds: float
+    compiler: str
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A plan whose segments can run; ``demoted`` says why a planned segment runs eagerly."""
+
+    plan: PartitionPlan
+    partitions: tuple[Partition, ...]
+    segments: dict[int, CompiledSegment]
+    demoted: dict[int, str]
+
+    def demote(self, numbers: dict[int, str]) -> CompiledPlan:
+        """The same plan with the distinct segments ``numbers`` run as breaks, and why."""
+        reasons = {
+            index: numbers[segment.number]
+            for index, segment in self.segments.items()
+            if segment.number in numbers
+        }
+        return replace(
+            self,
+            partitions=tuple(
+                replace(p, is_segment=False) if p.index in reasons else p for p in self.partitions
+            ),
+            segments={i: s for i, s in self.segments.items() if i not in reasons},
+            demoted={**self.demoted, **reasons},
+        )
+
+
+class SegmentCache:
+    """Artifacts by structural key; shared by all graphs of a process."""
+
+    def __init__(self) -> None:
+        self._artifacts: dict[Any, tuple[SegmentFn, float]] = {}
+
+    def get(self, key: Any, make: Callable[[], SegmentFn]) -> tuple[SegmentFn, float]:
+        """The artifact under ``key`` with the seconds it took now (0 when it was there)."""
+        known = self._artifacts.get(key)
+        if known is not None:
+            return known[0], 0.0
+        start = time.perf_counter()
+        function = make()
+        seconds = time.perf_counter() - start
+        self._artifacts[key] = (function, seconds)
+        return function, seconds
+
+    def clear(self) -> None:
+        """Forget all artifacts."""
+        self._artifacts.clear()
+
+
+def compile_plan(plan: PartitionPlan, options: Options, cache: SegmentCache) -> CompiledPlan:
+    """Compile every distinct segment of ``plan``.
+
+    A segment that the compiler rejects runs its own operators instead, with a warning; under
+    ``strict`` that is a SegmentCompileError.
+    """
+    compiler = options.compiler or _default_compiler(plan)
+    numbers: dict[Any, int] = {}
+    segments = {}
+    for part in plan.segments:
+        key = structural_key(plan, part)
+        number = numbers.setdefault(key, len(numbers))
+        ambient = (_name(compiler), compiler, options.passes, _autocast_state())
+        function, seconds = cache.get((key, ambient), partial(_compile, part, compiler, options))
+        segments[part.index] = CompiledSegment(number, function, seconds, _name(compiler))
+    return CompiledPlan(plan, plan.partitions, segments, {})
+
+
+def _default_compiler(plan: PartitionPlan) -> str:
+    devices = {
+        value_of(node).device.type
+        for node in plan.traced.placeholders
+        if isinstance(value_of(node), torch.Tensor)
+    }
+    return "inductor" if "cuda" in devices else "eager"
+
+
+def _name(compiler: Any) -> str:
+    return compiler if isinstance(compiler, str) else getattr(compiler, "__name__", repr(compiler))
+
+
+def _autocast_state() -> tuple[Any, ...]:
+    return tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    )
+
+
+# --- one segment --------------------------------------------------------------------------------
+
+
+def _compile(part: Partition, compiler: Any, options: Options) -> SegmentFn:
+    module = part.module
+    inputs = example_inputs(module)
+    with torch.inference_mode(False), torch.no_grad():
+        for user_pass in options.passes.post_partition:
+            module = user_pass(module, inputs)
+        if compiler == "eager":
+            return module.forward
+        try:
+            if compiler == "inductor":
+                return _compile_inductor(module, inputs)
+            return _as_sequence(compiler(module, inputs))
+        except Exception as error:
+            message = (
+                f"compiler {_name(compiler)!r} failed on segment {part.index} "
+                f"({len(part.nodes)} operators): {type(error).__name__}: {error}"
+            )
+            if options.strict:
+                raise SegmentCompileError(message) from error
+            log.warning("%s; the segment runs its operators uncompiled", message)
+            return module.forward
+
+
+def example_inputs(module: fx.GraphModule) -> list[Any]:
+    """Fake values of a partition module's placeholders."""
+    return [value_of(node) for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _compile_inductor(module: fx.GraphModule, inputs: list[Any]) -> SegmentFn:
+    from torch._inductor import standalone_compile
+
+    return _as_sequence(standalone_compile(module, inputs, dynamic_shapes="from_graph"))
+
+
+def _as_sequence(function: Callable[..., Any]) -> SegmentFn:
+    """Compilers differ in whether they return a tensor, a tuple or a list."""
+
+    def run(*args: Any) -> Sequence[torch.Tensor]:
+        result = function(*args)
+        return (result,) if isinstance(result, torch.Tensor) else result
+
+    return run
+
+
+# --- the structural key -------------------------------------------------------------------------
+
+
+def structural_key(plan: PartitionPlan, part: Partition) -> Any:
+    """Equal for two segments exactly when one artifact serves both.
+
+    The symbols are named by what they count, so that segments of separately traced graphs match.
+    """
+    traced = plan.traced
+    names: dict[sympy.Symbol, sympy.Symbol] = {}
+    if traced.token_symbol is not None:
+        names[traced.token_symbol] = sympy.Symbol("tokens", integer=True)
+    for position, symbol in enumerate(traced.batch_symbols):
+        names[symbol] = sympy.Symbol(f"batch{position}", integer=True)
+    indices = {node: i for i, node in enumerate(part.module.graph.nodes)}
+    return tuple(_node_key(node, indices, names) for node in part.module.graph.nodes)
+
+
+def _node_key(node: fx.Node, indices: dict[fx.Node, int], names: dict[Any, Any]) -> Any:
+    if node.op == "placeholder":
+        return ("placeholder", _value_key(value_of(node), names))
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else (operator_name(node.target), id(node.target))
+    )
+    return (node.op, target, _arg_key(node.args, indices), _arg_key(node.kwargs, indices))
+
+
+def _value_key(value: Any, names: dict[Any, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (
+            tuple(_expr_key(size, names) for size in value.shape),
+            tuple(_expr_key(stride, names) for stride in value.stride()),
+            value.dtype,
+            value.device,
+        )
+    return _expr_key(value, names) if is_scalar(value) else repr(value)
+
+
+def _expr_key(value: Any, names: dict[Any, Any]) -> str:
+    expr = expr_of(value)
+    return str(expr.xreplace(names)) if isinstance(expr, sympy.Basic) else repr(expr)
+
+
+def _arg_key(arg: Any, indices: dict[fx.Node, int]) -> Any:
+    if isinstance(arg, fx.Node):
+        return ("node", indices[arg])
+    if isinstance(arg, (tuple, list)):
+        return (type(arg).__name__, *(_arg_key(item, indices) for item in arg))
+    if isinstance(arg, dict):
+        return tuple((name, _arg_key(item, indices)) for name, item in sorted(arg.items()))
+    if isinstance(arg, slice):
+        return ("slice", *(_arg_key(item, indices) for item in (arg.start, arg.stop, arg.step)))
+    return (type(arg).__name__, repr(arg))

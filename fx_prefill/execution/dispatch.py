@@ -1,0 +1,298 @@
+"""Decides for each live forward: which bucket replays it, or why none does.
+
+Note [A refusal has a reason]
+
+Every forward that does not replay runs the graph Dynamo traced, untouched, and is counted under
+its reason. Under ``strict`` it raises FallbackError instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..errors import FallbackError, FxPrefillError, PaddingError
+from ..graph.normalize import value_of
+from ..graph.symbols import evaluate_sizes, size_exprs
+from ..options import Options
+from .buffers import Buffers, plan_memory
+from .capture import CopyRecorder, Recorder
+from .compile import CompiledPlan
+from .replay import BucketProgram
+from .verify import find_leak
+
+log = logging.getLogger(__name__)
+
+MAX_RECAPTURES = 8
+"""Times that moved weights are captured again before the graph stays eager."""
+
+
+_whole_ladder: ContextVar[bool] = ContextVar("fx_prefill_whole_ladder", default=False)
+
+
+@contextmanager
+def whole_ladder() -> Iterator[None]:
+    """Forwards inside capture every bucket of their graph instead of their own only."""
+    token = _whole_ladder.set(True)
+    try:
+        yield
+    finally:
+        _whole_ladder.reset(token)
+
+
+class FallbackReason(str, Enum):
+    """Why a live forward runs eagerly."""
+
+    DISABLED = "replay is disabled (max_tokens=0)"
+    TOO_LONG = "above the largest bucket"
+    PADDING_OFF = "padding is off and no bucket has this size"
+    PADDING_RATIO = "the bucket is above max_padding_ratio"
+    GUARD = "the traced graph is not valid at the bucket"
+    TRAINING = "gradients are needed"
+    WEIGHTS_CHANGED = "a weight changed its shape or keeps moving"
+    MODULE_FLOAT = "a module's float changed"
+    NO_SEGMENT = "nothing in the graph can be captured"
+    CAPTURE_FAILED = "recording a segment failed"
+    REENTERED = "called again from inside a replay"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass
+class Counts:
+    """What one graph's live forwards did."""
+
+    replays: Counter[int] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    real_rows: int = 0
+    padded_rows: int = 0
+    recaptures: int = 0
+
+
+Key = tuple[int | None, tuple[int, ...]]
+"""Bucket (None for a static graph) and batch sizes."""
+
+
+class PrefillRuntime:
+    """A compiled plan and the programs of its buckets; what the backend hands to Dynamo."""
+
+    def __init__(self, compiled: CompiledPlan, options: Options, recorder: Recorder | None = None):
+        self.compiled = compiled
+        self.options = options
+        self.counts = Counts()
+        self.refused = _refusal(compiled, options)
+        self._traced = compiled.plan.traced
+        self._recorder = recorder or CopyRecorder()
+        self._programs: dict[Key, BucketProgram] = {}
+        self._buffers: dict[tuple[int, ...], Buffers] = {}
+        self._addresses: list[int] = []
+        self._verified = False
+        self._unusable: dict[Key, FallbackReason] = {}
+        self._lock = threading.RLock()
+        self._running = False
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock:
+            if self._running:
+                return self._fall_back(FallbackReason.REENTERED, args)
+            self._running = True
+            try:
+                return self._run(args)
+            finally:
+                self._running = False
+
+    # --- one forward ----------------------------------------------------------------------------
+
+    def _run(self, args: Sequence[Any]) -> Any:
+        decision = self.decide(args)
+        if isinstance(decision, FallbackReason):
+            return self._fall_back(decision, args)
+        num_tokens = self._num_tokens(args)
+        program = self._program(decision, args)
+        if program is None:
+            return self._fall_back(self._unusable[decision], args)
+        bucket = decision[0]
+        self.counts.replays[bucket or 0] += 1
+        if bucket is not None and num_tokens is not None:
+            self.counts.real_rows += num_tokens
+            self.counts.padded_rows += bucket - num_tokens
+        return program.run(args, num_tokens)
+
+    def decide(self, args: Sequence[Any]) -> Key | FallbackReason:
+        """The program for a call, or the reason why none may serve it."""
+        if self.refused is not None:
+            return self.refused
+        if any(float(args[i]) != number for i, number in self._traced.folded.items()):
+            return FallbackReason.MODULE_FLOAT
+        if not self._weights_in_place(args):
+            return FallbackReason.WEIGHTS_CHANGED
+        num_tokens = self._num_tokens(args)
+        bucket = self._bucket(num_tokens)
+        if isinstance(bucket, FallbackReason):
+            return bucket
+        key = (bucket, self._batch(args))
+        return self._unusable.get(key, key)
+
+    def _num_tokens(self, args: Sequence[Any]) -> int | None:
+        token = self._traced.token_symbol
+        return None if token is None else int(self._traced.sources[token].read(args))
+
+    def _batch(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(self._traced.sources[s].read(args) for s in self._traced.batch_symbols)
+
+    def _bucket(self, num_tokens: int | None) -> int | FallbackReason | None:
+        if num_tokens is None:
+            return None  # a fully static graph is one exact bucket
+        bucket = self.options.choose_bucket(num_tokens)
+        if bucket is None:
+            return FallbackReason.TOO_LONG
+        if bucket == num_tokens:
+            return bucket
+        if not self.options.padding:
+            return FallbackReason.PADDING_OFF
+        smallest = self.options.ladder[0]
+        if bucket > smallest and bucket > num_tokens * self.options.max_padding_ratio:
+            return FallbackReason.PADDING_RATIO
+        return bucket
+
+    def _fall_back(self, reason: FallbackReason, args: Sequence[Any]) -> Any:
+        self.counts.fallbacks[str(reason)] += 1
+        if self.options.strict and reason is not FallbackReason.TRAINING:
+            raise FallbackError(
+                f"this forward ({self._describe(args)}) would run eagerly: {reason}; under "
+                "strict=True that is an error"
+            )
+        return self._traced.original(*args)
+
+    def _describe(self, args: Sequence[Any]) -> str:
+        count = self._num_tokens(args)
+        return "a static graph" if count is None else f"{count} tokens"
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def _weights_in_place(self, args: Sequence[Any]) -> bool:
+        """Note [Addresses are checked]: a moved weight is never read at its old place."""
+        addresses = [args[i].data_ptr() for i in self._traced.static_indices]
+        if addresses == self._addresses:
+            return True
+        if self._addresses and self._programs:
+            self.counts.recaptures += 1
+            log.warning(
+                "%d weights have moved since capture; %s",
+                sum(a != b for a, b in zip(addresses, self._addresses, strict=True)),
+                "the graph is captured again"
+                if self.counts.recaptures <= MAX_RECAPTURES
+                else "they keep moving, so the graph now runs eagerly",
+            )
+            self._programs.clear()
+        self._addresses = addresses
+        return self.counts.recaptures <= MAX_RECAPTURES and self._weights_have_shape(args)
+
+    def _weights_have_shape(self, args: Sequence[Any]) -> bool:
+        for index in self._traced.static_indices:
+            traced, live = value_of(self._traced.placeholders[index]), args[index]
+            if traced.dtype != live.dtype or traced.device != live.device:
+                return False
+            if evaluate_sizes(size_exprs(traced), {}) != tuple(live.shape):
+                return False
+            if traced.stride() != live.stride():
+                return False
+        return True
+
+    # --- capture --------------------------------------------------------------------------------
+
+    def _program(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
+        known = self._programs.get(key)
+        everything = self.options.capture == "all" and not self._programs
+        if known is None and (everything or _whole_ladder.get()):
+            self._capture_ladder(key[1], args)
+            known = self._programs.get(key)
+        return known or self._capture(key, args)
+
+    @property
+    def captured(self) -> tuple[Key, ...]:
+        """Buckets, with their batch, that are ready to replay."""
+        return tuple(self._programs)
+
+    def _capture_ladder(self, batch: tuple[int, ...], args: Sequence[Any]) -> None:
+        has_tokens = self._traced.token_symbol is not None
+        for bucket in reversed(self.options.ladder) if has_tokens else (None,):
+            if (bucket, batch) not in self._programs and (bucket, batch) not in self._unusable:
+                self._capture((bucket, batch), args)
+
+    def _capture(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
+        bindings = self._bindings(key)
+        problem = self._traced.holds_at({**self._traced.symbol_values(args), **bindings})
+        if problem is not None:
+            log.info("bucket %s is not used: the traced graph needs %s", key[0], problem)
+            self._unusable[key] = FallbackReason.GUARD
+            return None
+        try:
+            self._verify(bindings, args)
+            buffers = self._buffers_for(key, bindings)
+            program = BucketProgram(self.compiled, buffers, self._recorder, args, bindings)
+        except FxPrefillError:
+            raise
+        except Exception:
+            if self.options.strict:
+                raise
+            log.exception("bucket %s could not be captured; it runs eagerly", key[0])
+            self._unusable[key] = FallbackReason.CAPTURE_FAILED
+            return None
+        self._programs[key] = program
+        return program
+
+    def _bindings(self, key: Key) -> dict[Any, int]:
+        bucket, batch = key
+        bindings = dict(zip(self._traced.batch_symbols, batch, strict=True))
+        if self._traced.token_symbol is not None and bucket is not None:
+            bindings[self._traced.token_symbol] = bucket
+        return bindings
+
+    def _buffers_for(self, key: Key, bindings: dict[Any, int]) -> Buffers:
+        batch = key[1]
+        if batch not in self._buffers:
+            top = dict(bindings)
+            if self._traced.token_symbol is not None:
+                top[self._traced.token_symbol] = self.options.ladder[-1]
+            memory = plan_memory(self.compiled.plan, self.compiled.partitions)
+            self._buffers[batch] = Buffers(memory, top)
+        return self._buffers[batch]
+
+    def _verify(self, bindings: dict[Any, int], args: Sequence[Any]) -> None:
+        """Check the padding proof once for every distinct segment; demote what fails."""
+        if self._verified:
+            return
+        leaks: dict[int, str] = {}
+        checked: set[int] = set()
+        for part in self.compiled.partitions:
+            segment = self.compiled.segments.get(part.index)
+            if segment is None or segment.number in checked:
+                continue
+            checked.add(segment.number)
+            leak = find_leak(self.compiled.plan, part, segment.function, args, bindings)
+            if leak is not None:
+                leaks[segment.number] = leak
+        if leaks:
+            text = "; ".join(f"segment {number}: {leak}" for number, leak in leaks.items())
+            if self.options.strict:
+                raise PaddingError(f"padded rows reach real rows in {text}")
+            log.warning("padded rows reach real rows, so these run eagerly: %s", text)
+            self.compiled = self.compiled.demote(leaks)
+        self._verified = True
+
+
+def _refusal(compiled: CompiledPlan, options: Options) -> FallbackReason | None:
+    if not options.ladder:
+        return FallbackReason.DISABLED
+    if not compiled.segments:
+        return FallbackReason.NO_SEGMENT
+    return None

@@ -1,0 +1,180 @@
+"""Checks the proof: real rows of a segment do not change with what is in the padded ones.
+
+Each distinct segment is run twice at a bucket, with equal real rows and different finite garbage
+behind them. Real rows of all results must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.extract import SourceKind
+from ..graph.normalize import value_of
+from ..graph.partition import Partition, PartitionPlan
+from ..graph.symbols import (
+    Bindings,
+    evaluate_scalar,
+    evaluate_sizes,
+    expr_of,
+    size_exprs,
+    stride_exprs,
+)
+from ..graph.verdict import TokenAxis
+from .buffers import copy_into, extent, outer_count, rows
+from .compile import SegmentFn
+
+GATHERS = frozenset(
+    f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "_unsafe_index")
+)
+LARGEST_INDEX = 1024
+SEED = 0
+
+
+def find_leak(
+    plan: PartitionPlan,
+    part: Partition,
+    function: SegmentFn,
+    static: Sequence[Any],
+    bindings: Bindings,
+) -> str | None:
+    """Where padded rows reach real ones in a segment, or None.
+
+    ``static`` are the call's arguments, of which only the weights are read; ``bindings`` give the
+    bucket. The bucket must have room for a padded row.
+    """
+    token = plan.traced.token_symbol
+    if token is None or bindings[token] < 2:
+        return None
+    num_tokens = bindings[token] // 2
+    first, second = _garbage_pair(plan, part, static, bindings, num_tokens)
+    with torch.inference_mode(False), torch.no_grad():
+        before, after = function(*first), function(*second)
+        for node, a, b in zip(part.outputs, before, after, strict=True):
+            if not _equal_real_rows(plan, node, a, b, bindings, num_tokens):
+                return _first_leak(plan, part, first, second, bindings, num_tokens) or (
+                    f"the compiled segment's result {node.name} (its operators alone are row-wise: "
+                    "the segment compiler mixes rows)"
+                )
+    return None
+
+
+def _garbage_pair(
+    plan: PartitionPlan,
+    part: Partition,
+    static: Sequence[Any],
+    bindings: Bindings,
+    num_tokens: int,
+) -> tuple[list[Any], list[Any]]:
+    """Two argument lists that differ only in the padded rows of token-shaped inputs."""
+    limit = _index_limit(plan, part)
+    generator = torch.Generator().manual_seed(SEED)
+    first: list[Any] = []
+    second: list[Any] = []
+    for source in part.inputs:
+        if source.kind is SourceKind.SCALAR:
+            value = other = evaluate_scalar(source.expr, bindings)
+        elif source.static:
+            value = other = source.constant if source.constant is not None else static[source.index]
+        else:
+            assert source.node is not None
+            value = _random_like(source.node, bindings, limit, generator)
+            other = _random_like(source.node, bindings, limit, generator)
+            axis = plan.state(source.node)
+            if isinstance(axis, TokenAxis):
+                outer = outer_count(axis, bindings)
+                copy_into(
+                    rows(other, axis, outer, 0, num_tokens), rows(value, axis, outer, 0, num_tokens)
+                )
+            else:
+                other = value
+        first.append(value)
+        second.append(other)
+    return first, second
+
+
+def _index_limit(plan: PartitionPlan, part: Partition) -> int:
+    """Largest index that no table read by the segment would refuse."""
+    sizes = [LARGEST_INDEX]
+    for node in part.nodes:
+        if GATHERS.intersection(plan.verdicts[node].operators):
+            for arg in node.all_input_nodes:
+                value = value_of(arg)
+                if isinstance(value, torch.Tensor) and value.dim():
+                    sizes.extend(s for s in size_exprs(value) if isinstance(s, int))
+    return max(min(sizes), 1)
+
+
+def _random_like(
+    node: fx.Node, bindings: Bindings, limit: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Finite random contents in a value's own layout."""
+    value = value_of(node)
+    sizes = evaluate_sizes(size_exprs(value), bindings)
+    strides = evaluate_sizes(stride_exprs(value), bindings)
+    count = extent(node, bindings)
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        flat = torch.randn(count, generator=generator).to(value.dtype)
+    elif value.dtype == torch.bool:
+        flat = torch.randint(0, 2, (count,), generator=generator).to(torch.bool)
+    else:
+        top = min(limit, torch.iinfo(value.dtype).max)
+        flat = torch.randint(0, top, (count,), generator=generator).to(value.dtype)
+    return flat.to(value.device).as_strided(sizes, strides)
+
+
+def _equal_real_rows(
+    plan: PartitionPlan,
+    node: fx.Node,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bindings: Bindings,
+    num_tokens: int,
+) -> bool:
+    axis = plan.state(node)
+    if isinstance(axis, TokenAxis):
+        outer = outer_count(axis, bindings)
+        a, b = (rows(t, axis, outer, 0, num_tokens) for t in (a, b))
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN equals NaN here
+
+
+def _first_leak(
+    plan: PartitionPlan,
+    part: Partition,
+    first: list[Any],
+    second: list[Any],
+    bindings: Bindings,
+    num_tokens: int,
+) -> str | None:
+    """The first node whose real rows differ when the segment's own operators are run."""
+    runs = []
+    for inputs in (first, second):
+        interpreter = _Recorder(part.module)
+        interpreter.run(*inputs)
+        runs.append(interpreter.values)
+    copies = [n for n in part.module.graph.nodes if n.op in ("call_function", "call_method")]
+    for original, copy in zip(part.nodes, copies, strict=True):
+        a, b = runs[0].get(copy), runs[1].get(copy)
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            continue
+        if not _equal_real_rows(plan, original, a, b, bindings, num_tokens):
+            shape = tuple(map(str, map(expr_of, value_of(original).shape)))
+            where = (original.meta.get("stack_trace") or "").strip().splitlines()[-2:]
+            return f"node {original.name} ({original.target}, shape {shape}) {' '.join(where)}"
+    return None
+
+
+class _Recorder(fx.Interpreter):
+    """Keeps every intermediate value."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values[n] = value.clone() if isinstance(value, torch.Tensor) else value
+        return value

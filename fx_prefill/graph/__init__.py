@@ -1,0 +1,1 @@
+"""Reads and cuts the FX graph; knows nothing of CUDA."""

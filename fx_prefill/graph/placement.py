@@ -1,0 +1,323 @@
+"""Which capturable nodes run eagerly all the same, and which nodes must stay together.
+
+The analysis says what *may* be captured. This says where capturing would be wrong or wasteful
+although each node alone could be: memory written in place, the embedding gather, the vocabulary
+projection, and work that only a break reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from .normalize import value_of
+from .rowwise import Analysis
+from .symbols import size_exprs
+from .trace import Role
+from .verdict import BreakReason, Kind, Verdict
+
+MATMULS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
+)
+
+
+@dataclass
+class Placement:
+    """Nodes to run, their verdicts after placement, and what ties them to each other.
+
+    ``groups`` are sets of nodes that must share a partition; ``order`` are pairs that must keep
+    their order although no data flows between them.
+    """
+
+    nodes: list[fx.Node]
+    verdicts: dict[fx.Node, Verdict]
+    groups: list[set[fx.Node]] = field(default_factory=list)
+    order: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
+
+    def is_break(self, node: fx.Node) -> bool:
+        """Whether a node runs eagerly."""
+        return self.verdicts[node].kind is Kind.BREAK
+
+    def make_break(self, node: fx.Node, reason: BreakReason, detail: str = "") -> None:
+        """Turn a capturable node into a break; a node that already is one keeps its reason."""
+        verdict = self.verdicts[node]
+        if verdict.kind is not Kind.BREAK:
+            self.verdicts[node] = replace(verdict, kind=Kind.BREAK, reason=reason, detail=detail)
+
+
+def place(analysis: Analysis) -> Placement:
+    """Decide the placement of every node that has an effect on the result."""
+    graph = analysis.traced.module.graph
+    placement = Placement(_live_nodes(analysis), dict(analysis.verdicts))
+    sources = _Sources(analysis)
+    _keep_multi_results(placement)
+    _keep_in_place_order(placement, analysis)
+    _keep_random_order(placement)
+    _break_views_of_arguments(placement, sources)
+    _break_embeddings(placement, sources)
+    _break_terminal_projections(placement, sources, graph)
+    _break_what_only_breaks_read(placement, sources, graph)
+    return placement
+
+
+class _Sources:
+    """Placeholders by role, and what a node reads."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        pairs = zip(analysis.traced.placeholders, analysis.traced.roles, strict=True)
+        self.role = dict(pairs)
+
+    def is_static(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" or self.role.get(node) is Role.STATIC
+
+    def is_live(self, node: fx.Node) -> bool:
+        return self.role.get(node) is Role.LIVE
+
+
+def _live_nodes(analysis: Analysis) -> list[fx.Node]:
+    """Call nodes that the outputs, or memory, depend on."""
+    wanted: set[fx.Node] = set()
+    live = []
+    for node in reversed(analysis.traced.module.graph.nodes):
+        if node.op == "output":
+            wanted.update(node.all_input_nodes)
+            continue
+        verdict = analysis.verdicts[node]
+        if verdict.kind in (Kind.SOURCE, Kind.HOST):
+            continue
+        effect = not verdict.pure or value_of(node) is None
+        if node in wanted or effect:
+            wanted.update(node.all_input_nodes)
+            if verdict.kind is not Kind.CONSTANT:
+                live.append(node)
+    return live[::-1]
+
+
+def _keep_multi_results(placement: Placement) -> None:
+    """``getitem`` stays with its producer: a tuple never crosses a boundary."""
+    kept = set(placement.nodes)
+    for node in placement.nodes:
+        if node.target is operator.getitem and not isinstance(
+            value_of(node.args[0]),  # type: ignore[arg-type]
+            torch.Tensor,
+        ):
+            producer = node.args[0]
+            if producer in kept:
+                placement.groups.append({node, producer})  # type: ignore[arg-type]
+                if placement.is_break(producer):  # type: ignore[arg-type]
+                    verdict = placement.verdicts[producer]  # type: ignore[index]
+                    placement.make_break(node, verdict.reason or BreakReason.UNKNOWN)
+
+
+# --- memory written in place --------------------------------------------------------------------
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {
+        leaf.untyped_storage()._cdata
+        for leaf in tree_leaves(value_of(node))
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _written(node: fx.Node, verdict: Verdict) -> set[int]:
+    tensors = [arg for arg in node.all_input_nodes if _storages(arg)]
+    return {storage for index in verdict.mutates for storage in _storages(tensors[index])}
+
+
+def _keep_in_place_order(placement: Placement, analysis: Analysis) -> None:
+    """Note [In-place order]
+
+    A partition's results are copied to buffers, so two partitions never share memory that one of
+    them writes. Memory of the caller (a KV cache, a module buffer) that some node writes is
+    touched by breaks only, in the original order. Memory of the graph that is written after it was
+    made stays in one partition until its last write: makers, readers and writers are one group,
+    and if one of them is a break, all are.
+    """
+    touching: dict[int, list[fx.Node]] = defaultdict(list)
+    writers: dict[int, set[fx.Node]] = defaultdict(set)
+    for node in placement.nodes:
+        for storage in _written(node, placement.verdicts[node]):
+            writers[storage].add(node)
+        for storage in set().union(_storages(node), *map(_storages, node.all_input_nodes)):
+            touching[storage].append(node)
+    external = {
+        storage
+        for node, verdict in analysis.verdicts.items()
+        if verdict.kind in (Kind.SOURCE, Kind.CONSTANT)
+        for storage in _storages(node)
+    }
+    for storage, writing in writers.items():
+        nodes = touching[storage]
+        _chain(placement, nodes, writing)
+        if storage in external:
+            for node in nodes:
+                wrote = node in writing
+                reason = BreakReason.WRITES_MEMORY if wrote else BreakReason.ALIAS_ORDER
+                placement.make_break(node, reason, "memory the graph does not own")
+        else:
+            last = max(nodes.index(node) for node in writing)
+            placement.groups.append(set(nodes[: last + 1]))
+
+
+def _chain(placement: Placement, nodes: list[fx.Node], writing: set[fx.Node]) -> None:
+    """Order each write after everything before it and before everything after it."""
+    since: list[fx.Node] = []
+    writer: fx.Node | None = None
+    for node in nodes:
+        if writer is not None:
+            placement.order.add((writer, node))
+        if node in writing:
+            placement.order.update((earlier, node) for earlier in since)
+            writer, since = node, []
+        else:
+            since.append(node)
+
+
+def _keep_random_order(placement: Placement) -> None:
+    """Random draws, and operators nothing is known of, keep their order among themselves."""
+    drawing = [node for node in placement.nodes if placement.verdicts[node].random]
+    placement.order.update(pairwise(drawing))
+
+
+# --- nodes better run eagerly -------------------------------------------------------------------
+
+
+def _break_views_of_arguments(placement: Placement, sources: _Sources) -> None:
+    """A view of the caller's tensor that is only returned: the caller gets its own memory back."""
+    for node in reversed(placement.nodes):
+        source = _through_views(placement, node)
+        is_view = source is not node and source.op in ("placeholder", "get_attr")
+        if is_view and all(u.op == "output" or placement.is_break(u) for u in node.users):
+            placement.make_break(node, BreakReason.FEEDS_BREAK, "a view of an argument")
+
+
+def _break_embeddings(placement: Placement, sources: _Sources) -> None:
+    """The token embedding gather: a call with ids and one with embeddings share all segments."""
+    for node in placement.nodes:
+        if "aten::embedding" not in placement.verdicts[node].operators:
+            continue
+        args = node.all_input_nodes
+        if any(sources.is_static(arg) for arg in args) and any(
+            sources.is_live(_through_views(placement, arg)) for arg in args
+        ):
+            placement.make_break(node, BreakReason.EMBEDDING)
+
+
+def _through_views(placement: Placement, node: fx.Node) -> fx.Node:
+    while node.op.startswith("call") and not placement.verdicts[node].has_kernel:
+        inputs = [arg for arg in node.all_input_nodes if _storages(arg)]
+        if not inputs:
+            break
+        node = inputs[0]
+    return node
+
+
+def _break_terminal_projections(placement: Placement, sources: _Sources, graph: fx.Graph) -> None:
+    """The vocabulary projection: a product with a weight, wider than its input, only returned.
+
+    Its result is the caller's, for real rows only: run eagerly it is written straight there, and
+    logits for padded rows never exist.
+    """
+    returned_only: set[fx.Node] = set()
+    for node in reversed(placement.nodes):
+        if node.users and all(u.op == "output" or u in returned_only for u in node.users):
+            returned_only.add(node)
+    last = _last_matmuls(placement, returned_only)
+    tail = _descendants(placement, [node for node in last if _widens(node, sources)])
+    kept = [n for n in placement.nodes if n not in tail and not placement.is_break(n)]
+    if any(MATMULS & set(placement.verdicts[n].operators) for n in kept):
+        for node in placement.nodes:
+            if node in tail:
+                placement.make_break(node, BreakReason.TERMINAL)
+
+
+def _last_matmuls(placement: Placement, returned_only: set[fx.Node]) -> list[fx.Node]:
+    """Matrix products that are only returned and feed no other matrix product."""
+    feeds_matmul: set[fx.Node] = set()
+    last = []
+    for node in reversed(placement.nodes):
+        if node not in returned_only:
+            continue
+        if any(user in feeds_matmul or _is_matmul(user) for user in node.users):
+            feeds_matmul.add(node)
+        elif _is_matmul(node):
+            last.append(node)
+    return last
+
+
+def _widens(node: fx.Node, sources: _Sources) -> bool:
+    tensors = [arg for arg in node.all_input_nodes if _storages(arg)]
+    rows = [arg for arg in tensors if not sources.is_static(arg)]
+    value = value_of(node)
+    if len(rows) != 1 or len(tensors) < 2 or not isinstance(value, torch.Tensor):
+        return False
+    if not isinstance(value_of(rows[0]), torch.Tensor) or min(value.dim(), 2) < 2:
+        return False
+    wide, narrow = size_exprs(value)[-1], size_exprs(value_of(rows[0]))[-1]
+    return isinstance(wide, int) and isinstance(narrow, int) and wide > narrow
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.rpartition("::")[2].split(".")[0] in ("linear", "matmul", "mm", "addmm", "bmm")
+
+
+def _descendants(placement: Placement, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    for node in placement.nodes:
+        if any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _break_what_only_breaks_read(placement: Placement, sources: _Sources, graph: fx.Graph) -> None:
+    """Index arithmetic for masks goes where the masks are built, before the first segment.
+
+    Such nodes depend on no weight and no floating-point input. One that a segment reads too is
+    run twice, which is cheaper than carrying it across.
+    """
+    early = _index_arithmetic(placement, sources)
+    ordered = {node for pair in placement.order for node in pair}
+    for node in reversed(list(placement.nodes)):
+        if node not in early or placement.is_break(node) or not placement.verdicts[node].pure:
+            continue
+        breaking = [u for u in node.users if u in placement.verdicts and placement.is_break(u)]
+        if not breaking:
+            continue
+        if len(breaking) == len(node.users):
+            placement.make_break(node, BreakReason.FEEDS_BREAK)
+        elif node not in ordered:
+            _duplicate_for(placement, graph, node, breaking)
+
+
+def _index_arithmetic(placement: Placement, sources: _Sources) -> set[fx.Node]:
+    early: set[fx.Node] = set()
+    for node in placement.nodes:
+        if all(
+            not _storages(arg)
+            or arg in early
+            or (sources.is_live(arg) and not value_of(arg).is_floating_point())
+            for arg in node.all_input_nodes
+        ):
+            early.add(node)
+    return early
+
+
+def _duplicate_for(
+    placement: Placement, graph: fx.Graph, node: fx.Node, readers: list[fx.Node]
+) -> None:
+    with graph.inserting_after(node):
+        twin = graph.node_copy(node)
+    for reader in readers:
+        reader.replace_input_with(node, twin)
+    placement.nodes.insert(placement.nodes.index(node) + 1, twin)
+    placement.verdicts[twin] = placement.verdicts[node]
+    placement.make_break(twin, BreakReason.FEEDS_BREAK)

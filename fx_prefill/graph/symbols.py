@@ -1,0 +1,90 @@
+"""Symbolic sizes as sympy expressions: reading, testing and evaluating them.
+
+Dynamo names a SymInt placeholder ``s77`` while its expression may be ``s70``; everything here
+reads ``.node.expr``, which follows the equalities found while tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+Expr = Any
+"""A sympy expression or a plain int."""
+
+Bindings = Mapping[sympy.Symbol, int]
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def expr_of(value: Any) -> Expr:
+    """The sympy expression of a symbolic scalar; plain numbers pass through."""
+    return value.node.expr if isinstance(value, SYMBOLIC) else value
+
+
+def size_exprs(tensor: torch.Tensor) -> tuple[Expr, ...]:
+    """Sizes of a (fake) tensor as expressions."""
+    return tuple(expr_of(size) for size in tensor.shape)
+
+
+def stride_exprs(tensor: torch.Tensor) -> tuple[Expr, ...]:
+    """Strides of a (fake) tensor as expressions, in elements."""
+    return tuple(expr_of(stride) for stride in tensor.stride())
+
+
+def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
+    """Symbols in a scalar, a tensor's sizes, or any sequence of those."""
+    if isinstance(value, torch.Tensor):
+        return free_symbols(value.shape)
+    if isinstance(value, (list, tuple)):
+        return frozenset().union(*(free_symbols(item) for item in value))
+    expr = expr_of(value)
+    return frozenset(expr.free_symbols) if isinstance(expr, sympy.Basic) else frozenset()
+
+
+def layout_symbols(tensor: torch.Tensor) -> frozenset[sympy.Symbol]:
+    """Symbols in a tensor's sizes, strides and storage offset."""
+    return free_symbols((tuple(tensor.shape), tensor.stride(), tensor.storage_offset()))
+
+
+def is_unbacked(value: Any) -> bool:
+    """Whether a scalar or tensor size depends on data, not on input shapes."""
+    if isinstance(value, torch.Tensor):
+        return any(is_unbacked(size) for size in value.shape)
+    return isinstance(value, SYMBOLIC) and bool(free_unbacked_symbols(value))
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a node's value is a number the host knows, symbolic or not."""
+    return isinstance(value, (int, float, bool, *SYMBOLIC))
+
+
+def substitute(expr: Expr, bindings: Bindings) -> Any:
+    """Value of ``expr`` with ``bindings`` put in; still symbolic where one is missing."""
+    if not isinstance(expr, sympy.Basic):
+        return expr
+    return expr.xreplace({symbol: sympy.Integer(n) for symbol, n in bindings.items()})
+
+
+def evaluate(expr: Expr, bindings: Bindings) -> int:
+    """Integer value of ``expr``; raises TypeError when a symbol is unbound."""
+    return int(substitute(expr, bindings))
+
+
+def evaluate_scalar(expr: Expr, bindings: Bindings) -> Any:
+    """Python bool, int or float for ``expr``."""
+    value = substitute(expr, bindings)
+    if isinstance(value, sympy.logic.boolalg.BooleanAtom):
+        return bool(value)
+    if isinstance(value, sympy.Basic):
+        return int(value) if value.is_integer else float(value)
+    return value
+
+
+def evaluate_sizes(exprs: Iterable[Expr], bindings: Bindings) -> tuple[int, ...]:
+    """Concrete sizes or strides under ``bindings``."""
+    return tuple(evaluate(expr, bindings) for expr in exprs)

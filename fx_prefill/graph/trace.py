@@ -1,0 +1,252 @@
+"""Dynamo's graph in this package's terms: its inputs by role, its token axis, its guards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import GraphError
+from .normalize import find_fake_mode, normalize, value_of
+from .symbols import expr_of, free_symbols, is_unbacked, size_exprs, substitute
+
+
+class Role(Enum):
+    """What an input of the graph is."""
+
+    SCALAR = "scalar"
+    """A host number: SymInt, or a module float."""
+
+    STATIC = "static"
+    """A weight or buffer: its address does not change between calls."""
+
+    LIVE = "live"
+    """A tensor of this call: ids, embeddings, positions, masks, caches."""
+
+
+@dataclass(frozen=True)
+class SymbolSource:
+    """Where a call shows the value of a symbol: argument ``index``, or its size at ``dim``."""
+
+    index: int
+    dim: int | None
+
+    def read(self, args: Sequence[Any]) -> Any:
+        """Value of the symbol in this call."""
+        arg = args[self.index]
+        return arg if self.dim is None else int(arg.shape[self.dim])
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """A normalised graph and what its shapes say.
+
+    ``token_symbol`` is None for a fully static graph. ``folded`` maps the index of a 0-d float
+    input to the number compiled in, which a call must still hold.
+    """
+
+    module: fx.GraphModule
+    original: fx.GraphModule
+    placeholders: tuple[fx.Node, ...]
+    roles: tuple[Role, ...]
+    token_symbol: sympy.Symbol | None
+    batch_symbols: tuple[sympy.Symbol, ...]
+    sources: dict[sympy.Symbol, SymbolSource]
+    folded: dict[int, float] = field(default_factory=dict)
+    fake_mode: FakeTensorMode | None = None
+
+    @property
+    def live(self) -> tuple[fx.Node, ...]:
+        """Placeholders whose tensors belong to the call."""
+        pairs = zip(self.placeholders, self.roles, strict=True)
+        return tuple(node for node, role in pairs if role is Role.LIVE)
+
+    @property
+    def static_indices(self) -> tuple[int, ...]:
+        """Argument indices of the weights and buffers."""
+        return tuple(i for i, role in enumerate(self.roles) if role is Role.STATIC)
+
+    @property
+    def size_symbols(self) -> frozenset[sympy.Symbol]:
+        """Symbols a segment may depend on: the token count and the batch sizes."""
+        tokens = () if self.token_symbol is None else (self.token_symbol,)
+        return frozenset((*tokens, *self.batch_symbols))
+
+    def symbol_values(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """Every symbol's value in this call."""
+        return {symbol: source.read(args) for symbol, source in self.sources.items()}
+
+    def guards(self) -> tuple[sympy.Basic, ...]:
+        """Conditions on the symbols under which the graph is valid.
+
+        Read when asked, not stored: a segment compiler may add some after tracing.
+        """
+        env = self.fake_mode.shape_env if self.fake_mode is not None else None
+        if env is None:
+            return ()
+        ranges = [
+            condition
+            for symbol in self.sources
+            if (bounds := env.var_to_range.get(symbol)) is not None
+            for condition in (symbol >= bounds.lower, symbol <= bounds.upper)
+        ]
+        return tuple(expr for expr in (*(g.expr for g in env.guards), *ranges) if _may_fail(expr))
+
+    def holds_at(self, bindings: dict[sympy.Symbol, int]) -> str | None:
+        """The first guard that ``bindings`` breaks, as text, or None when all hold."""
+        for guard in self.guards():
+            if substitute(guard, bindings) != sympy.true:
+                return str(guard)
+        return None
+
+
+def _may_fail(expr: Any) -> bool:
+    return isinstance(expr, sympy.Basic) and expr != sympy.true and bool(expr.free_symbols)
+
+
+def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> TracedGraph:
+    """Read a graph as Dynamo hands it to a backend.
+
+    ``example_inputs`` are the backend's second argument. Raises GraphError for a graph whose
+    symbols cannot be read from a call's arguments.
+    """
+    fake_mode = find_fake_mode(gm.graph)
+    folded = _module_floats(gm, example_inputs)
+    module = normalize(gm, fake_mode, folded)
+    placeholders = tuple(node for node in module.graph.nodes if node.op == "placeholder")
+    roles = tuple(
+        _role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)
+    )
+    live = [node for node, role in zip(placeholders, roles, strict=True) if role is Role.LIVE]
+    token = _token_symbol(module.graph, placeholders, roles)
+    return TracedGraph(
+        module=module,
+        original=gm,
+        placeholders=placeholders,
+        roles=roles,
+        token_symbol=token,
+        batch_symbols=_batch_symbols(live, token),
+        sources=_sources(placeholders),
+        folded=folded,
+        fake_mode=fake_mode,
+    )
+
+
+def _role(node: fx.Node, example: Any) -> Role:
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return Role.SCALAR
+    if "_dynamo_static_input_type" in node.meta.get("tensor_dict", {}):
+        return Role.STATIC
+    if isinstance(example, torch.nn.Parameter):
+        return Role.STATIC
+    return Role.LIVE
+
+
+def _module_floats(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, float]:
+    """0-d float64 CPU inputs read only through ``.item()``: floats that Dynamo wrapped."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    floats = {}
+    for index, node in enumerate(placeholders):
+        value, example = value_of(node), example_inputs[index]
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() == 0
+            and value.dtype == torch.float64
+            and value.device.type == "cpu"
+            and isinstance(example, torch.Tensor)
+            and node.users
+            and all(user.op == "call_method" and user.target == "item" for user in node.users)
+        ):
+            floats[index] = _read_float(node, example)
+    return {index: number for index, number in floats.items() if number is not None}
+
+
+def _read_float(node: fx.Node, example: torch.Tensor) -> float | None:
+    constant = getattr(value_of(node), "constant", None)
+    for tensor in (example, constant):
+        if tensor is not None and type(tensor) is torch.Tensor:
+            return float(tensor)
+    user = next(iter(node.users))
+    hint = getattr(getattr(value_of(user), "node", None), "hint", None)
+    return None if hint is None else float(hint)
+
+
+def _sources(placeholders: Sequence[fx.Node]) -> dict[sympy.Symbol, SymbolSource]:
+    """Where each symbol can be read; a SymInt argument is preferred over a tensor's size."""
+    sources: dict[sympy.Symbol, SymbolSource] = {}
+    seen: set[sympy.Symbol] = set()
+    for index, node in enumerate(placeholders):
+        value = value_of(node)
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            candidates: list[tuple[int | None, Any]] = [(None, expr_of(value))]
+        elif isinstance(value, torch.Tensor):
+            candidates = [*enumerate(size_exprs(value))]
+        else:
+            continue
+        for dim, expr in candidates:
+            seen |= free_symbols(expr) if isinstance(expr, sympy.Basic) else set()
+            if isinstance(expr, sympy.Symbol):
+                sources.setdefault(expr, SymbolSource(index, dim))
+    lost = sorted(str(symbol) for symbol in seen - set(sources) if not is_unbacked(symbol))
+    if lost:
+        raise GraphError(
+            f"the sizes {', '.join(lost)} cannot be read from the arguments: each must be an "
+            "argument itself or a whole dimension of a tensor argument"
+        )
+    return sources
+
+
+def _token_symbol(
+    graph: fx.Graph, placeholders: Sequence[fx.Node], roles: Sequence[Role]
+) -> sympy.Symbol | None:
+    """The symbol that counts tokens.
+
+    Weights are applied along it: of the symbols in the outputs of nodes that read a weight, and
+    leaving out those that stand before another such symbol in an input (a batch), the one in most
+    of those outputs. A graph without weights falls back to all nodes.
+    """
+    static = {n for n, role in zip(placeholders, roles, strict=True) if role is Role.STATIC}
+    live = [n for n, role in zip(placeholders, roles, strict=True) if role is Role.LIVE]
+    readable = _sources(placeholders)
+    applied: Counter[sympy.Symbol] = Counter()
+    for node in graph.nodes:
+        value = value_of(node)
+        if node.op == "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        if not static or any(arg in static for arg in node.all_input_nodes):
+            applied.update(free_symbols(value) & readable.keys())
+    before = {
+        earlier
+        for node in live
+        for earlier, later in _ordered_pairs(value_of(node))
+        if earlier in applied and later in applied
+    }
+    candidates = [(count, str(symbol)) for symbol, count in applied.items() if symbol not in before]
+    if not candidates:
+        return None
+    best = max(candidates)[1]
+    return next(symbol for symbol in applied if str(symbol) == best)
+
+
+def _ordered_pairs(tensor: torch.Tensor) -> list[tuple[sympy.Symbol, sympy.Symbol]]:
+    symbols = [size for size in size_exprs(tensor) if isinstance(size, sympy.Symbol)]
+    return [
+        (earlier, later)
+        for position, earlier in enumerate(symbols)
+        for later in symbols[position + 1 :]
+        if earlier != later
+    ]
+
+
+def _batch_symbols(live: Sequence[fx.Node], token: sympy.Symbol | None) -> tuple[sympy.Symbol, ...]:
+    """Symbols standing before the token axis in an input: they become part of the bucket's key."""
+    pairs = [pair for node in live for pair in _ordered_pairs(value_of(node))]
+    return tuple(dict.fromkeys(earlier for earlier, later in pairs if later == token))

@@ -1,0 +1,180 @@
+"""The user's choices, validated once when ``torch.compile`` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .buckets import choose, default_ladder
+from .errors import OptionError
+
+Compiler = Callable[..., Any]
+Pass = Callable[..., Any]
+
+COMPILERS = ("inductor", "eager")
+CAPTURE_MODES = ("lazy", "all")
+PASS_STAGES = ("pre_partition", "post_partition")
+DEFAULT_MAX_TOKENS = 2048
+DEFAULT_MAX_PADDING_RATIO = 2.0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """User graph passes ``(gm, example_inputs) -> gm``, by the stage they run at."""
+
+    pre_partition: tuple[Pass, ...] = ()
+    post_partition: tuple[Pass, ...] = ()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Validated options; see the table in the README for what each one does."""
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    buckets: tuple[int, ...] | None = None
+    padding: bool = True
+    max_padding_ratio: float = DEFAULT_MAX_PADDING_RATIO
+    compiler: str | Compiler | None = None
+    break_ops: tuple[Any, ...] = ()
+    rowwise_ops: tuple[Any, ...] = ()
+    capture: str = "lazy"
+    passes: Passes = field(default_factory=Passes)
+    strict: bool = False
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """Sorted bucket sizes in tokens; empty when replay is disabled."""
+        return self.buckets if self.buckets is not None else default_ladder(self.max_tokens)
+
+    def choose_bucket(self, num_tokens: int) -> int | None:
+        """Smallest bucket holding ``num_tokens``; None above the largest."""
+        return choose(self.ladder, num_tokens)
+
+
+def parse_options(raw: Mapping[str, Any] | None) -> Options:
+    """Validate the dict given as ``torch.compile(..., options=)``.
+
+    Raises OptionError naming the option, the value seen and the values accepted.
+    """
+    raw = dict(raw or {})
+    known = [f.name for f in fields(Options)]
+    unknown = sorted(set(raw) - set(known))
+    if unknown:
+        raise OptionError(
+            f"unknown option {', '.join(map(repr, unknown))}; accepted options: {', '.join(known)}"
+        )
+    explicit_max = "max_tokens" in raw
+    checked = {name: _CHECKS[name](raw[name]) for name in raw}
+    buckets = checked.get("buckets")
+    if buckets is not None:
+        top = buckets[-1]
+        if explicit_max and checked["max_tokens"] != top:
+            raise OptionError(
+                f"option 'max_tokens' is {checked['max_tokens']} but the largest of 'buckets' is "
+                f"{top}, which is the ceiling; give one of the two, or make them equal"
+            )
+        checked["max_tokens"] = top
+    return Options(**checked)
+
+
+def _fail(name: str, value: object, accepted: str) -> OptionError:
+    seen = f"{value!r} ({type(value).__name__})"
+    return OptionError(f"option {name!r} is {seen}; accepted: {accepted}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_max_tokens(value: Any) -> int:
+    if not _is_int(value) or value < 0:
+        raise _fail("max_tokens", value, "a whole number of tokens, 0 to disable replay")
+    return int(value)
+
+
+def _check_buckets(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    accepted = "a non-empty sequence of whole token counts of at least 1"
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
+        raise _fail("buckets", value, accepted)
+    if not value or not all(_is_int(size) and size >= 1 for size in value):
+        raise _fail("buckets", value, accepted)
+    return tuple(sorted(set(value)))
+
+
+def _check_bool(name: str) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise _fail(name, value, "True or False")
+        return value
+
+    return check
+
+
+def _check_ratio(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 1:
+        raise _fail("max_padding_ratio", value, "a number of at least 1 (bucket / tokens)")
+    return float(value)
+
+
+def _check_compiler(value: Any) -> str | Compiler | None:
+    if value is None or callable(value) or (isinstance(value, str) and value in COMPILERS):
+        return value
+    raise _fail(
+        "compiler", value, f"{', '.join(map(repr, COMPILERS))}, or a callable (gm, example_inputs)"
+    )
+
+
+def _check_ops(name: str) -> Callable[[Any], tuple[Any, ...]]:
+    accepted = "operators, functions, 'namespace::op' strings, or predicates on an fx.Node"
+
+    def check(value: Any) -> tuple[Any, ...]:
+        entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        for entry in entries:
+            if not callable(entry) and not isinstance(entry, str):
+                raise _fail(name, entry, accepted)
+        return entries
+
+    return check
+
+
+def _check_capture(value: Any) -> str:
+    if not isinstance(value, str) or value not in CAPTURE_MODES:
+        raise _fail("capture", value, " or ".join(map(repr, CAPTURE_MODES)))
+    return value
+
+
+def _check_passes(value: Any) -> Passes:
+    accepted = (
+        "a callable (gm, example_inputs) -> gm, a sequence of them (run before partitioning), or a "
+        f"dict with the keys {' and '.join(map(repr, PASS_STAGES))}"
+    )
+    if isinstance(value, Passes):
+        return value
+    if not isinstance(value, Mapping):
+        value = {"pre_partition": value}
+    stages = {}
+    for stage, passes in value.items():
+        if stage not in PASS_STAGES:
+            raise _fail("passes", stage, accepted)
+        entries = tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)
+        if not all(callable(entry) for entry in entries):
+            raise _fail("passes", passes, accepted)
+        stages[stage] = entries
+    return Passes(**stages)
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "max_tokens": _check_max_tokens,
+    "buckets": _check_buckets,
+    "padding": _check_bool("padding"),
+    "max_padding_ratio": _check_ratio,
+    "compiler": _check_compiler,
+    "break_ops": _check_ops("break_ops"),
+    "rowwise_ops": _check_ops("rowwise_ops"),
+    "capture": _check_capture,
+    "passes": _check_passes,
+    "strict": _check_bool("strict"),
+}

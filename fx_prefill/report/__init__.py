@@ -1,0 +1,1 @@
+"""What was planned, what ran, and why not."""

@@ -1,0 +1,87 @@
+"""How the helper traces: one graph for all lengths, with nothing tied to it by accident."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch.fx.experimental._config as fx_config
+
+_numbers = count()
+
+
+@contextmanager
+def tracing_config() -> Iterator[None]:
+    """Duck shaping off, module floats specialised.
+
+    Duck shaping would tie the token count to any other size that happens to be equal in the first
+    call (head size, batch). Unspecialised floats become 0-d tensors with ``.item()``.
+    """
+    saved = fx_config.use_duck_shape, dynamo_config.specialize_float
+    fx_config.use_duck_shape, dynamo_config.specialize_float = False, True
+    try:
+        yield
+    finally:
+        fx_config.use_duck_shape, dynamo_config.specialize_float = saved
+
+
+def fresh_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` behind a code object of its own.
+
+    Dynamo keeps its compiled code, and counts recompiles, per code object; without this all
+    models compiled here would share one and run into each other's limit.
+    """
+
+    def prefill(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    code = prefill.__code__.replace(co_name=f"prefill_{next(_numbers)}")
+    return types.FunctionType(code, globals(), code.co_name, None, prefill.__closure__)
+
+
+def mark_tokens(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], token_dims: Mapping[str | int, int] | None
+) -> None:
+    """Tell Dynamo which dimensions count tokens, so that the first trace is already dynamic.
+
+    ``token_dims`` maps argument names or positions to dimensions. Without it the tokens are the
+    rows of the first floating-point input of rank 2 or 3 (``[..., tokens, features]``) or else the
+    last dimension of the first integer input of rank 1 or 2 (``[..., tokens]``); in other inputs
+    every dimension of the same size is marked. A mark is a hint: a model that needs one exact
+    length is traced for that length.
+    """
+    named: dict[str | int, Any] = dict(enumerate(args))
+    named.update(kwargs)
+    tensors = {name: x for name, x in named.items() if isinstance(x, torch.Tensor)}
+    if token_dims is not None:
+        for name, dim in token_dims.items():
+            if name in tensors:
+                _mark(tensors[name], dim)
+        return
+    size = _token_count(list(tensors.values()))
+    if size is not None:
+        for tensor in tensors.values():
+            for dim, extent in enumerate(tensor.shape):
+                if extent == size:
+                    _mark(tensor, dim)
+
+
+def _mark(tensor: torch.Tensor, dim: int) -> None:
+    # One row is always a graph of its own: Dynamo specialises sizes 0 and 1.
+    if tensor.shape[dim] > 1:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim % tensor.dim())
+
+
+def _token_count(tensors: list[torch.Tensor]) -> int | None:
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.dim() in (2, 3):
+            return tensor.shape[-2]
+    for tensor in tensors:
+        if not tensor.is_floating_point() and tensor.dim() in (1, 2):
+            return tensor.shape[-1]
+    return None

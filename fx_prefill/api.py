@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
 from .graph.trace import trace
 from .options import Options, parse_options
-from .report.explain import (
+from .reporting.explain import (
     GraphReport,
     Report,
     describe_plan,
@@ -25,6 +26,7 @@ from .report.explain import (
     describe_runtime,
     hints_of,
 )
+from .reporting.registry import Graph
 from .tracing import fresh_frame, mark_tokens, tracing_config
 
 
@@ -45,8 +47,9 @@ class CompiledPrefill:
         self._token_dims = token_dims
         self._call = target._call_impl if isinstance(target, torch.nn.Module) else target
         self._frame = fresh_frame(self._call)
+        self._graphs: list[weakref.ref[Graph]] = []
         self._compiled = torch.compile(
-            self._frame, backend=breakable_prefill, options=dict(options)
+            self._frame, backend=_remembering(self._graphs), options=dict(options)
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,9 +57,15 @@ class CompiledPrefill:
         with tracing_config():
             return self._compiled(*args, **kwargs)
 
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graphs traced so far that are alive, oldest first; what Dynamo calls."""
+        graphs = [ref() for ref in self._graphs]
+        return tuple(graph for graph in graphs if graph is not None)
+
     def report(self) -> Report:
         """What was planned and what ran so far."""
-        return report(self)
+        return _describe(self.graphs)
 
     def warmup(self, *args: Any, **kwargs: Any) -> Report:
         """Run one forward with these arguments and capture every bucket of its graph."""
@@ -69,6 +78,18 @@ class CompiledPrefill:
         if isinstance(self.module, torch.nn.Module):
             self.module._compiled_call_impl = None
         torch._dynamo.reset_code(self._frame.__code__)
+
+
+def _remembering(graphs: list[weakref.ref[Graph]]) -> Callable[..., Any]:
+    """The backend, noting each graph it makes."""
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
+        graph = breakable_prefill(gm, example_inputs, **given)
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    backend.reset = breakable_prefill.reset  # type: ignore[attr-defined]
+    return backend
 
 
 def compile(
@@ -104,8 +125,11 @@ def report(compiled: Any) -> Report:
     Takes what :func:`compile` or ``torch.compile`` returned, or the module itself. Raises
     NotCompiledError when no graph of it is known.
     """
-    target = compiled.module if isinstance(compiled, CompiledPrefill) else compiled
-    module = getattr(target, "_orig_mod", target)
+    if isinstance(compiled, CompiledPrefill):
+        return compiled.report()
+    module = getattr(compiled, "_orig_mod", compiled)
+    if isinstance(getattr(module, "_compiled_call_impl", None), CompiledPrefill):
+        return module._compiled_call_impl.report()
     if not isinstance(module, torch.nn.Module):
         raise NotCompiledError(
             f"a report needs the module that was compiled, not a {type(module).__name__}: only "
@@ -113,11 +137,15 @@ def report(compiled: Any) -> Report:
         )
     tensors = [*module.parameters(), *module.buffers()]
     graphs = registry.find(tensors)
-    if not graphs and not isinstance(compiled, CompiledPrefill):
+    if not graphs:
         raise NotCompiledError(
             f"no graph of this {type(module).__name__} was compiled by breakable_prefill yet: "
             "compile it and call it once"
         )
+    return _describe(graphs)
+
+
+def _describe(graphs: Sequence[Graph]) -> Report:
     return Report(
         tuple(
             describe_runtime(graph, hints_of(graph.compiled.plan))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from .errors import FallbackError, GraphError
 from .execution.compile import SegmentCache, compile_plan
 from .execution.dispatch import FallbackReason, PrefillRuntime
 from .graph.partition import PartitionPlan, partition
 from .graph.rowwise import analyse
-from .graph.trace import trace
+from .graph.trace import static_indices, trace
 from .options import Options, parse_options
-from .report.registry import Registry
+from .reporting.logs import publish
+from .reporting.registry import Graph, Registry
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ def breakable_prefill(
     *,
     options: Mapping[str, Any] | Options | None = None,
     mode: str | None = None,
-) -> Callable[..., Any]:
+) -> Graph:
     """Compile one traced graph into a prefill that replays; the ``torch.compile`` backend.
 
     ``options`` is the dict given to ``torch.compile``; ``mode`` is accepted and has no effect.
@@ -37,15 +39,34 @@ def breakable_prefill(
     """
     checked = options if isinstance(options, Options) else parse_options(options)
     if _needs_gradients(example_inputs):
-        log.warning(
-            "an input requires gradients and grad mode is on, so this graph runs eagerly; call the "
-            "model under torch.no_grad() or torch.inference_mode()"
+        why = (
+            "an input requires gradients and grad mode is on: call the model under "
+            "torch.no_grad() or torch.inference_mode()"
         )
-        return registry.add_refused(gm, example_inputs, FallbackReason.TRAINING, checked)
-    plan = build_plan(gm, example_inputs, checked)
+        return _refuse(gm, example_inputs, checked, FallbackReason.TRAINING, why)
+    try:
+        plan = build_plan(gm, example_inputs, checked)
+    except GraphError as error:
+        return _refuse(gm, example_inputs, checked, FallbackReason.UNREADABLE, str(error))
+    publish(plan, checked)
     runtime = PrefillRuntime(compile_plan(plan, checked, segment_cache), checked)
-    registry.add(runtime, example_inputs)
+    registry.add(runtime)
     return runtime
+
+
+def _refuse(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    reason: FallbackReason,
+    why: str,
+) -> Graph:
+    """Let the graph run eagerly, said once; an error under ``strict``."""
+    if options.strict:
+        raise FallbackError(f"this graph would run eagerly: {reason} ({why})")
+    log.warning("this graph runs eagerly: %s (%s)", reason, why)
+    weights = [example_inputs[i] for i in static_indices(gm, example_inputs)]
+    return registry.add_refused(gm, reason, weights)
 
 
 def build_plan(

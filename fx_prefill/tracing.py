@@ -49,11 +49,11 @@ def mark_tokens(
 ) -> None:
     """Tell Dynamo which dimensions count tokens, so that the first trace is already dynamic.
 
-    ``token_dims`` maps argument names or positions to dimensions. Without it the tokens are the
-    rows of the first floating-point input of rank 2 or 3 (``[..., tokens, features]``) or else the
-    last dimension of the first integer input of rank 1 or 2 (``[..., tokens]``); in other inputs
-    every dimension of the same size is marked. A mark is a hint: a model that needs one exact
-    length is traced for that length.
+    ``token_dims`` maps argument names or positions to dimensions. Without it the token count is
+    that of the rows of the first floating-point input of rank 2 or 3 (``[..., tokens, features]``),
+    or else the last dimension of the first integer input of rank 1 or 2 (``[..., tokens]``); the
+    other inputs are marked where their shape agrees (see :func:`_token_dims`). A mark is a hint:
+    a model that needs one exact length is traced for that length.
     """
     named: dict[str | int, Any] = dict(enumerate(args))
     named.update(kwargs)
@@ -64,11 +64,10 @@ def mark_tokens(
                 _mark(tensors[name], dim)
         return
     size = _token_count(list(tensors.values()))
-    if size is not None:
-        for tensor in tensors.values():
-            for dim, extent in enumerate(tensor.shape):
-                if extent == size:
-                    _mark(tensor, dim)
+    for tensor in tensors.values():
+        for dim in _token_dims(tensor):
+            if tensor.shape[dim] == size:
+                _mark(tensor, dim)
 
 
 def _mark(tensor: torch.Tensor, dim: int) -> None:
@@ -85,3 +84,12 @@ def _token_count(tensors: list[torch.Tensor]) -> int | None:
         if not tensor.is_floating_point() and tensor.dim() in (1, 2):
             return tensor.shape[-1]
     return None
+
+
+def _token_dims(tensor: torch.Tensor) -> list[int]:
+    """Dimensions that may count tokens: rows of features, ids and positions, sides of a mask."""
+    if tensor.dim() > 3:
+        return list(range(tensor.dim()))
+    if tensor.is_floating_point():
+        return [tensor.dim() - 2] if tensor.dim() > 1 else []
+    return [tensor.dim() - 1] if tensor.dim() else []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fx_prefill
-from fx_prefill.report.explain import BreakDetail, GraphReport, Report
+from fx_prefill.reporting.explain import BreakDetail, GraphReport, Report
 
 WIDTH = 12
 """Features of a row; equal to no token count below."""

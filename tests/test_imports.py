@@ -19,7 +19,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LAYERS = (
     "api",
     "backend",
-    "report",
+    "reporting",
     "execution",
     "graph",
     "tracing",

@@ -36,10 +36,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Slot of every value that needs memory of ours."""
+    """Slot of every value that needs memory of ours.
+
+    ``last_use`` is the partition index after which a segment's result is not read any more; one
+    past the last partition for a result of the graph.
+    """
 
     slots: tuple[Slot, ...]
     slot_of: dict[tuple[str, fx.Node], int]
+    last_use: dict[fx.Node, int]
 
     def num_bytes(self, bindings: Bindings) -> int:
         """Bytes of all slots under ``bindings`` (the largest bucket and a batch)."""
@@ -61,14 +66,22 @@ def extent(node: fx.Node, bindings: Bindings) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def plan_memory(plan: PartitionPlan, partitions: Sequence[Partition]) -> MemoryPlan:
-    """Give each value a slot, sharing by liveness in plan order."""
+def plan_memory(
+    plan: PartitionPlan, partitions: Sequence[Partition], results: bool = True
+) -> MemoryPlan:
+    """Give each value a slot, sharing by liveness in plan order.
+
+    Without ``results``, what segments make has no slot: the recorder has memory of its own.
+    """
     lifetimes = _lifetimes(plan, partitions)
+    last_use = {node: end for (role, node), (_, end) in lifetimes.items() if role == RESULT}
     slots: list[Slot] = []
     free_from: list[int] = []
     by_layout: dict[Any, list[int]] = defaultdict(list)
     slot_of = {}
     for (role, node), (start, end) in sorted(lifetimes.items(), key=lambda item: item[1][0]):
+        if role == RESULT and not results:
+            continue
         layout = (role, *_layout_key(node))
         reusable = [i for i in by_layout[layout] if free_from[i] < start and role != INPUT]
         if reusable:
@@ -81,7 +94,7 @@ def plan_memory(plan: PartitionPlan, partitions: Sequence[Partition]) -> MemoryP
             by_layout[layout].append(index)
         free_from[index] = end
         slot_of[(role, node)] = index
-    return MemoryPlan(tuple(slots), slot_of)
+    return MemoryPlan(tuple(slots), slot_of, last_use)
 
 
 def _layout_key(node: fx.Node) -> Any:
@@ -190,6 +203,7 @@ class Buffers:
         with torch.inference_mode(False), torch.no_grad():
             self._memory = [SlotMemory(slot, top) for slot in memory.slots]
         self._plan = memory
+        self.last_use = memory.last_use
         self.addresses = frozenset(
             memory.flat.untyped_storage().data_ptr() for memory in self._memory
         )

@@ -1,61 +1,214 @@
-"""Records a segment once and replays it; the one file that will call CUDA graphs.
+"""Records a segment once and replays it; the one file that knows CUDA graphs.
 
 Note [Addresses are fixed]
 
-A recording reads its inputs at fixed addresses and writes its outputs at fixed addresses. On a CPU
-that is done by copying; everything around it (buckets, buffers, handoffs, tails) is the same for
-both, and so is tested on a CPU.
+A recording reads its inputs at fixed addresses and leaves its outputs at fixed addresses. A CPU
+does that by copying into buffers given to it, a GPU by capturing into a private memory pool. All
+that is around it (buckets, handoffs, tails, liveness) is the same for both, and so is tested on a
+CPU.
+
+Note [Outputs in the pool are not owned]
+
+All buckets capture into one pool. An output's memory is held by its recording only until the last
+segment that may run before its last reader has been captured; then it is given back, and later
+captures use it again. Readers have a tensor over the same address that owns nothing. That is safe
+because the pool serves captures alone, the graphs keep it alive, and a plan's replays and breaks
+run in plan order on one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from ..errors import CaptureError
 from .buffers import copy_into
 from .compile import SegmentFn
 
 
 class Recording(Protocol):
-    """A segment bound to its memory."""
+    """A segment bound to its memory.
+
+    ``outputs`` are bucket-sized tensors at fixed addresses; ``replay`` computes them from what the
+    inputs hold now.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
 
     def replay(self) -> None:
-        """Compute the outputs from what the inputs hold now."""
+        """Launch the segment."""
+
+    def release(self, index: int) -> None:
+        """Let later recordings use the memory of one output."""
 
 
 class Recorder(Protocol):
     """Makes recordings for one device."""
 
+    takes_buffers: bool
+    """Whether outputs go to buffers given to ``record``, or to memory of the recorder's own."""
+
     def record(
         self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> Recording:
-        """Bind ``function`` to inputs and outputs whose addresses will not change."""
+        """Bind ``function`` to inputs whose addresses will not change."""
+
+    def is_capturing(self) -> bool:
+        """Whether the caller is recording something of its own right now."""
+
+    def order(self) -> None:
+        """Make this call's device work come after that of the last call."""
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """The recorder of a device: CUDA graphs on a GPU, copies elsewhere."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else CopyRecorder()
+
+
+# --- without device graphs ----------------------------------------------------------------------
 
 
 class CopyRecording:
     """Runs the segment again and copies its results to their addresses."""
 
-    __slots__ = ("_function", "_inputs", "_outputs")
-
     def __init__(
         self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> None:
+        self.outputs = tuple(outputs)
         self._function = function
         self._inputs = tuple(inputs)
-        self._outputs = tuple(outputs)
 
     def replay(self) -> None:
         results = self._function(*self._inputs)
-        for target, result in zip(self._outputs, results, strict=True):
+        for target, result in zip(self.outputs, results, strict=True):
             copy_into(target, result)
+
+    def release(self, index: int) -> None:
+        """Buffers are shared by the memory plan; there is nothing to give back."""
 
 
 class CopyRecorder:
     """Recorder without device graphs."""
 
+    takes_buffers = True
+
     def record(
         self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> CopyRecording:
         return CopyRecording(function, inputs, outputs)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def order(self) -> None:
+        """Host work is in order."""
+
+
+# --- CUDA graphs --------------------------------------------------------------------------------
+
+
+class CudaGraphRecording:
+    """One captured segment."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, owned: Sequence[torch.Tensor]) -> None:
+        self.replay = graph.replay
+        self.outputs = tuple(_unowned(tensor) for tensor in owned)
+        self._owned: list[torch.Tensor | None] = list(owned)
+
+    def release(self, index: int) -> None:
+        self._owned[index] = None
+
+
+class CudaGraphRecorder:
+    """Captures segments into one pool, on one side stream."""
+
+    takes_buffers = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def record(
+        self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
+    ) -> CudaGraphRecording:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):
+            function(*inputs)  # all compiling, tuning and loading happens here, not in the capture
+            recording = self._capture(function, inputs)
+            # Later recordings warm up on these outputs: they must hold what a segment computes.
+            recording.replay()
+        current.wait_stream(self._stream)
+        return recording
+
+    def _capture(self, function: SegmentFn, inputs: Sequence[Any]) -> CudaGraphRecording:
+        graph = torch.cuda.CUDAGraph()
+        with _no_garbage_collection():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = _apart(function(*inputs), inputs)
+            except Exception as error:
+                _abandon(graph)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise CaptureError(
+                    f"a segment cannot be captured: {type(error).__name__}: {error}"
+                ) from error
+            graph.capture_end()
+        return CudaGraphRecording(graph, results)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def order(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._last_stream is not None and self._last_stream != current:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection inside a capture may free device memory, which a capture forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that failed; ending it fails too, and what matters was raised already."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        graph.reset()
+
+
+def _apart(results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Outputs in memory of their own: one that is a view of an input would change with it."""
+    held = {
+        tensor.untyped_storage().data_ptr() for tensor in inputs if isinstance(tensor, torch.Tensor)
+    }
+    return [
+        result.clone() if result.untyped_storage().data_ptr() in held else result
+        for result in results
+    ]
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that does not keep it."""
+    storage = tensor.untyped_storage()
+    borrowed = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())

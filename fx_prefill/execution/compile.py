@@ -26,6 +26,9 @@ from ..options import Options
 
 log = logging.getLogger(__name__)
 
+DEFAULT_COMPILERS = {"cuda": "inductor"}
+"""Segment compiler by device type; eager elsewhere."""
+
 SegmentFn = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -93,7 +96,7 @@ def compile_plan(plan: PartitionPlan, options: Options, cache: SegmentCache) -> 
     A segment that the compiler rejects runs its own operators instead, with a warning; under
     ``strict`` that is a SegmentCompileError.
     """
-    compiler = options.compiler or _default_compiler(plan)
+    compiler = options.compiler or DEFAULT_COMPILERS.get(plan.traced.device.type, "eager")
     numbers: dict[Any, int] = {}
     segments = {}
     for part in plan.segments:
@@ -103,15 +106,6 @@ def compile_plan(plan: PartitionPlan, options: Options, cache: SegmentCache) -> 
         function, seconds = cache.get((key, ambient), partial(_compile, part, compiler, options))
         segments[part.index] = CompiledSegment(number, function, seconds, _name(compiler))
     return CompiledPlan(plan, plan.partitions, segments, {})
-
-
-def _default_compiler(plan: PartitionPlan) -> str:
-    devices = {
-        value_of(node).device.type
-        for node in plan.traced.placeholders
-        if isinstance(value_of(node), torch.Tensor)
-    }
-    return "inductor" if "cuda" in devices else "eager"
 
 
 def _name(compiler: Any) -> str:

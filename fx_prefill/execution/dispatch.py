@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..errors import FallbackError, FxPrefillError, PaddingError
+import torch
+from torch._dynamo.utils import counters
+
+from ..errors import FallbackError, PaddingError
 from ..graph.normalize import value_of
 from ..graph.symbols import evaluate_sizes, size_exprs
 from ..options import Options
 from .buffers import Buffers, plan_memory
-from .capture import CopyRecorder, Recorder
+from .capture import Recorder, recorder_for
 from .compile import CompiledPlan
 from .replay import BucketProgram
 from .verify import find_leak
@@ -56,11 +60,13 @@ class FallbackReason(str, Enum):
     PADDING_RATIO = "the bucket is above max_padding_ratio"
     GUARD = "the traced graph is not valid at the bucket"
     TRAINING = "gradients are needed"
+    UNREADABLE = "the traced graph has a form the pass cannot read"
     WEIGHTS_CHANGED = "a weight changed its shape or keeps moving"
     MODULE_FLOAT = "a module's float changed"
     NO_SEGMENT = "nothing in the graph can be captured"
     CAPTURE_FAILED = "recording a segment failed"
     REENTERED = "called again from inside a replay"
+    CALLER_CAPTURES = "the caller is capturing a graph of its own"
 
     def __str__(self) -> str:
         return self.value
@@ -90,10 +96,12 @@ class PrefillRuntime:
         self.counts = Counts()
         self.refused = _refusal(compiled, options)
         self._traced = compiled.plan.traced
-        self._recorder = recorder or CopyRecorder()
+        self._recorder = recorder or recorder_for(compiled.plan.traced.device)
         self._programs: dict[Key, BucketProgram] = {}
         self._buffers: dict[tuple[int, ...], Buffers] = {}
         self._addresses: list[int] = []
+        self._weights: list[weakref.ref[torch.Tensor]] = []
+        self._weights_fit = True
         self._verified = False
         self._unusable: dict[Key, FallbackReason] = {}
         self._lock = threading.RLock()
@@ -120,6 +128,7 @@ class PrefillRuntime:
         if program is None:
             return self._fall_back(self._unusable[decision], args)
         bucket = decision[0]
+        counters["fx_prefill"]["replay"] += 1
         self.counts.replays[bucket or 0] += 1
         if bucket is not None and num_tokens is not None:
             self.counts.real_rows += num_tokens
@@ -130,6 +139,8 @@ class PrefillRuntime:
         """The program for a call, or the reason why none may serve it."""
         if self.refused is not None:
             return self.refused
+        if self._recorder.is_capturing():
+            return FallbackReason.CALLER_CAPTURES
         if any(float(args[i]) != number for i, number in self._traced.folded.items()):
             return FallbackReason.MODULE_FLOAT
         if not self._weights_in_place(args):
@@ -165,7 +176,8 @@ class PrefillRuntime:
 
     def _fall_back(self, reason: FallbackReason, args: Sequence[Any]) -> Any:
         self.counts.fallbacks[str(reason)] += 1
-        if self.options.strict and reason is not FallbackReason.TRAINING:
+        counters["fx_prefill"][f"fallback: {reason}"] += 1
+        if self.options.strict:
             raise FallbackError(
                 f"this forward ({self._describe(args)}) would run eagerly: {reason}; under "
                 "strict=True that is an error"
@@ -176,14 +188,19 @@ class PrefillRuntime:
         count = self._num_tokens(args)
         return "a static graph" if count is None else f"{count} tokens"
 
+    def reads(self, tensors: frozenset[int]) -> bool:
+        """Whether a weight of the last call is among these tensors, given by ``id``."""
+        return any(id(ref()) in tensors for ref in self._weights if ref() is not None)
+
     # --- weights --------------------------------------------------------------------------------
 
     def _weights_in_place(self, args: Sequence[Any]) -> bool:
         """Note [Addresses are checked]: a moved weight is never read at its old place."""
-        addresses = [args[i].data_ptr() for i in self._traced.static_indices]
+        static = [args[i] for i in self._traced.static_indices]
+        addresses = [tensor.data_ptr() for tensor in static]
         if addresses == self._addresses:
-            return True
-        if self._addresses and self._programs:
+            return self._weights_fit
+        if self._programs:
             self.counts.recaptures += 1
             log.warning(
                 "%d weights have moved since capture; %s",
@@ -194,7 +211,11 @@ class PrefillRuntime:
             )
             self._programs.clear()
         self._addresses = addresses
-        return self.counts.recaptures <= MAX_RECAPTURES and self._weights_have_shape(args)
+        self._weights = [weakref.ref(tensor) for tensor in static]
+        self._weights_fit = self.counts.recaptures <= MAX_RECAPTURES and self._weights_have_shape(
+            args
+        )
+        return self._weights_fit
 
     def _weights_have_shape(self, args: Sequence[Any]) -> bool:
         for index in self._traced.static_indices:
@@ -239,7 +260,7 @@ class PrefillRuntime:
             self._verify(bindings, args)
             buffers = self._buffers_for(key, bindings)
             program = BucketProgram(self.compiled, buffers, self._recorder, args, bindings)
-        except FxPrefillError:
+        except (PaddingError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:
             if self.options.strict:
@@ -263,7 +284,9 @@ class PrefillRuntime:
             top = dict(bindings)
             if self._traced.token_symbol is not None:
                 top[self._traced.token_symbol] = self.options.ladder[-1]
-            memory = plan_memory(self.compiled.plan, self.compiled.partitions)
+            memory = plan_memory(
+                self.compiled.plan, self.compiled.partitions, self._recorder.takes_buffers
+            )
             self._buffers[batch] = Buffers(memory, top)
         return self._buffers[batch]
 

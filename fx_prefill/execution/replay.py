@@ -75,11 +75,8 @@ class BucketProgram:
         self._views = {
             (role, node): buffers.view(role, node, bindings) for role, node in buffers.values
         }
-        self._recordings = {
-            part.index: self._record(part, recorder, static)
-            for part in compiled.partitions
-            if part.is_segment
-        }
+        self._order = recorder.order
+        self._recordings = self._record_all(recorder, static)
         self._bound: OrderedDict[int | None, _BoundCall] = OrderedDict()
 
     def run(self, args: Sequence[Any], num_tokens: int | None) -> Any:
@@ -94,11 +91,43 @@ class BucketProgram:
                 self._bound.popitem(last=False)
         else:
             self._bound.move_to_end(num_tokens)
+        self._order()
         return bound.run(args)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lives in memory that this or a later replay overwrites."""
+        return self._buffers.owns(tensor) or (
+            tensor.untyped_storage().data_ptr() in self._result_addresses
+        )
+
+    def _record_all(self, recorder: Recorder, static: Sequence[Any]) -> dict[int, Recording]:
+        """Record the segments in plan order, giving outputs back once their readers are done."""
+        recordings: dict[int, Recording] = {}
+        held: list[tuple[int, Recording, int]] = []  # last use, whose output, which
+        for part in self._compiled.partitions:
+            if not part.is_segment:
+                continue
+            for last_use, recording, index in held:
+                if last_use < part.index:
+                    recording.release(index)
+            held = [entry for entry in held if entry[0] >= part.index]
+            recording = self._record(part, recorder, static)
+            recordings[part.index] = recording
+            for index, node in enumerate(part.outputs):
+                held.append((self._buffers.last_use[node], recording, index))
+                self._views[(RESULT, node)] = recording.outputs[index]
+        for _, recording, index in held:
+            recording.release(index)
+        self._result_addresses = frozenset(
+            output.untyped_storage().data_ptr()
+            for recording in recordings.values()
+            for output in recording.outputs
+        )
+        return recordings
 
     def _record(self, part: Partition, recorder: Recorder, static: Sequence[Any]) -> Recording:
         inputs = [self._segment_input(source, static) for source in part.inputs]
-        outputs = [self._views[(RESULT, node)] for node in part.outputs]
+        outputs = [self._views[(RESULT, n)] for n in part.outputs if recorder.takes_buffers]
         return recorder.record(self._compiled.segments[part.index].function, inputs, outputs)
 
     def _segment_input(self, source: Source, static: Sequence[Any]) -> Any:
@@ -271,7 +300,7 @@ class _BoundCall:
         ]
         keeps, writes = self._bind_break_results(part)
         function = part.module.forward
-        owns = self._program._buffers.owns
+        owns = self._program.owns
 
         def step(frame: Frame) -> None:
             for position, gather in gathers:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.autocast import ENTER, EXIT
 from ..graph.extract import SourceKind
 from ..graph.normalize import value_of
 from ..graph.partition import Partition, PartitionPlan
@@ -155,7 +156,11 @@ def _first_leak(
         interpreter = _Recorder(part.module)
         interpreter.run(*inputs)
         runs.append(interpreter.values)
-    copies = [n for n in part.module.graph.nodes if n.op in ("call_function", "call_method")]
+    copies = [
+        node
+        for node in part.module.graph.nodes
+        if node.op in ("call_function", "call_method") and node.target not in (ENTER, EXIT)
+    ]
     for original, copy in zip(part.nodes, copies, strict=True):
         a, b = runs[0].get(copy), runs[1].get(copy)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ..errors import GraphError
+from .autocast import copy_under_autocast
 from .normalize import value_of
 from .symbols import Expr, expr_of, is_scalar
 from .trace import Role, TracedGraph
@@ -110,10 +111,14 @@ def extract(
             scalars[source.expr] = placeholder
         else:
             env[source.node] = placeholder
-    for node in nodes:
-        env[node] = graph.node_copy(
-            node, lambda arg: _resolve(arg, env, scalars, traced, root, graph)
-        )
+
+    def resolve(arg: fx.Node) -> Any:
+        return _resolve(arg, env, scalars, traced, root, graph)
+
+    def copy(node: fx.Node) -> None:
+        env[node] = graph.node_copy(node, resolve)
+
+    copy_under_autocast(graph, nodes, copy)
     graph.output(tuple(env[node] for node in outputs))
     graph.lint()
     module = fx.GraphModule(root, graph, "Segment" if is_segment else "Break")

@@ -5,6 +5,7 @@ The caller's graph is never touched: it stays whole for eager fallback, and a co
 * nested regions (``invoke_subgraph``, activation checkpointing) are inlined, so that attention
   inside them is seen;
 * module floats that ``dynamic=True`` turned into 0-d tensors become Python numbers again;
+* autocast regions become marks on their nodes;
 * nodes that only set interpreter state (grad mode, API logging) are dropped: everything here is
   compiled and run without gradients;
 * a tuple of tensors is only ever read through ``getitem``, so that no tuple has to cross a
@@ -24,6 +25,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import GraphError
+from .autocast import autocast_of, entered, lift_regions
 from .symbols import SYMBOLIC, is_scalar
 
 INLINED = ("invoke_subgraph", "wrap", "tag_activation_checkpoint")
@@ -54,6 +56,7 @@ def normalize(
     copy = fx.GraphModule(gm, graph)
     _inline_regions(copy)
     _drop_state_nodes(copy.graph)
+    lift_regions(copy.graph)
     _fold_floats(copy.graph, folded)
     _propagate_missing(copy, fake_mode)
     _untuple(copy.graph)
@@ -203,6 +206,7 @@ def _run_fake(gm: fx.GraphModule, node: fx.Node, fake_mode: FakeTensorMode | Non
             if fake_mode.shape_env is not None:
                 stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(torch.no_grad())
+        stack.enter_context(entered(autocast_of(node)))
         return call(node, args, kwargs)
 
 

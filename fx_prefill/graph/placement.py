@@ -18,13 +18,26 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from .normalize import value_of
+from .operators import short_name
 from .rowwise import Analysis
-from .symbols import size_exprs
+from .symbols import is_scalar, size_exprs
 from .trace import Role
-from .verdict import BreakReason, Kind, Verdict
+from .verdict import BreakReason, Kind, TokenAxis, Verdict
 
 MATMULS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
+)
+
+GATHERS = frozenset(
+    f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "_unsafe_index")
+)
+POSITIONS = frozenset(f"aten::{name}" for name in ("topk", "argmax", "argmin", "sort", "argsort"))
+MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view unsqueeze squeeze transpose t permute slice select expand clone alias detach "
+        "_unsafe_view _to_copy split unbind"
+    ).split()
 )
 
 
@@ -59,9 +72,10 @@ def place(analysis: Analysis) -> Placement:
     sources = _Sources(analysis)
     _keep_multi_results(placement)
     _keep_in_place_order(placement, analysis)
+    _keep_state_regions(placement)
     _keep_random_order(placement)
     _break_views_of_arguments(placement, sources)
-    _break_embeddings(placement, sources)
+    _break_gathers(placement)
     _break_terminal_projections(placement, sources, graph)
     _break_what_only_breaks_read(placement, sources, graph)
     return placement
@@ -187,6 +201,37 @@ def _keep_random_order(placement: Placement) -> None:
     placement.order.update(pairwise(drawing))
 
 
+def _keep_state_regions(placement: Placement) -> None:
+    """Calls that set interpreter state (a choice of attention kernels, say) bind what follows.
+
+    They return nothing and read no tensor. All from the first to the last of them is one break, in
+    the original order.
+    """
+    setters = [node for node in placement.nodes if _sets_state(node)]
+    if setters:
+        first = placement.nodes.index(setters[0])
+        last = placement.nodes.index(setters[-1]) if len(setters) > 1 else len(placement.nodes) - 1
+        region = placement.nodes[first : last + 1]
+        for node in region:
+            placement.make_break(node, BreakReason.STATE, short_name(setters[0]))
+        placement.groups.append(set(region))
+    for node in placement.nodes:
+        if not _crossable(node):
+            placement.groups.append({node, *(u for u in node.users if u.op != "output")})
+
+
+def _sets_state(node: fx.Node) -> bool:
+    name = short_name(node)
+    checks = "assert" in name or "check" in name
+    return value_of(node) is None and not checks and not any(map(_storages, node.all_input_nodes))
+
+
+def _crossable(node: fx.Node) -> bool:
+    """Whether a value is a tensor or a number, which a boundary can carry."""
+    value = value_of(node)
+    return value is None or is_scalar(value) or bool(_storages(node))
+
+
 # --- nodes better run eagerly -------------------------------------------------------------------
 
 
@@ -199,16 +244,44 @@ def _break_views_of_arguments(placement: Placement, sources: _Sources) -> None:
             placement.make_break(node, BreakReason.FEEDS_BREAK, "a view of an argument")
 
 
-def _break_embeddings(placement: Placement, sources: _Sources) -> None:
-    """The token embedding gather: a call with ids and one with embeddings share all segments."""
+def _break_gathers(placement: Placement) -> None:
+    """Note [Indices in padded rows]
+
+    Look-ups by token: ids, positions. An index in a padded row may be outside the table (positions
+    up to a bucket larger than it, arithmetic on zeros), which is an error on a CPU and the end of
+    the process on a GPU. So they run on real rows only, but for indices that an operator like topk
+    made, which are in range whatever it read. The token embedding is one of these look-ups: a call
+    with ids and one with embeddings share all segments.
+    """
     for node in placement.nodes:
-        if "aten::embedding" not in placement.verdicts[node].operators:
+        if GATHERS.isdisjoint(placement.verdicts[node].operators):
             continue
-        args = node.all_input_nodes
-        if any(sources.is_static(arg) for arg in args) and any(
-            sources.is_live(_through_views(placement, arg)) for arg in args
-        ):
-            placement.make_break(node, BreakReason.EMBEDDING)
+        indices = [arg for arg in node.all_input_nodes if _is_token_index(placement, arg)]
+        if not all(_in_range(placement, index) for index in indices):
+            placement.make_break(node, BreakReason.GATHER)
+
+
+def _is_token_index(placement: Placement, node: fx.Node) -> bool:
+    value = value_of(node)
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and any(isinstance(state, TokenAxis) for state in placement.verdicts[node].states)
+    )
+
+
+def _in_range(placement: Placement, node: fx.Node) -> bool:
+    """Whether an index was made by an operator that counts positions."""
+    while True:
+        operators = placement.verdicts[node].operators
+        if POSITIONS.intersection(operators):
+            return True
+        inputs = [arg for arg in node.all_input_nodes if _storages(arg)]
+        moves_only = all(name in MOVES for name in operators) or node.target is operator.getitem
+        if not moves_only or len(inputs) != 1 or not node.op.startswith("call"):
+            # A tuple's item carries no operators of its own: its producer has them.
+            return False
+        node = inputs[0]
 
 
 def _through_views(placement: Placement, node: fx.Node) -> fx.Node:

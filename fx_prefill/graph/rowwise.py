@@ -20,11 +20,12 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from .autocast import autocast_of, entered
 from .normalize import MISSING, call, value_of
 from .operators import aten_matcher, is_attention, matcher, operator_name
 from .rules import RULES, OpCall, pointwise
 from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked, layout_symbols
-from .trace import Role, TracedGraph
+from .trace import TracedGraph
 from .verdict import BreakReason, Kind, NotRowwise, Opaque, State, TokenAxis, Verdict, shape_state
 
 IGNORED_NAMESPACES = ("prim", "prims_debug")
@@ -185,7 +186,7 @@ class _Analyzer:
         self.is_marked_aten = aten_matcher(break_ops)
         self.is_rowwise: Callable[[fx.Node], bool] = matcher(rowwise_ops)
         self.is_rowwise_aten = aten_matcher(rowwise_ops)
-        self.device_type = _main_device_type(traced)
+        self.device_type = traced.device.type
         self._known: dict[Any, Verdict] = {}
 
     # --- states ---------------------------------------------------------------------------------
@@ -319,6 +320,7 @@ class _Analyzer:
             # Inference mode hides the decomposition of composite operators from dispatch.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(entered(autocast_of(node)))
             stack.enter_context(tracker)
             try:
                 result = call(node, args, kwargs)
@@ -391,7 +393,7 @@ class _Analyzer:
         if self.is_marked(node) or self.is_rowwise(node):
             return None
         leaves, spec = tree_flatten((node.args, dict(node.kwargs)), is_leaf=_is_slice)
-        parts: list[Any] = [node.op, node.target, str(spec)]
+        parts: list[Any] = [node.op, node.target, autocast_of(node), str(spec)]
         storages: dict[int, int] = {}
         for leaf in leaves:
             parts.append(self._part(leaf, storages))
@@ -439,13 +441,3 @@ def _tensor_args(node: fx.Node) -> list[fx.Node]:
 
 def _scalars_in(value: Any) -> tuple[Any, ...]:
     return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, SYMBOLIC))
-
-
-def _main_device_type(traced: TracedGraph) -> str:
-    """The device most of the weights, or else of the inputs, are on."""
-    pairs = list(zip(traced.placeholders, traced.roles, strict=True))
-    for role in (Role.STATIC, Role.LIVE):
-        types = [value_of(n).device.type for n, r in pairs if r is role]
-        if types:
-            return max(set(types), key=types.count)
-    return "cpu"

@@ -32,8 +32,18 @@ def size_exprs(tensor: torch.Tensor) -> tuple[Expr, ...]:
 
 
 def stride_exprs(tensor: torch.Tensor) -> tuple[Expr, ...]:
-    """Strides of a (fake) tensor as expressions, in elements."""
-    return tuple(expr_of(stride) for stride in tensor.stride())
+    """Strides of a (fake) tensor as expressions, in elements.
+
+    The stride of a dimension of size 1 addresses nothing: whatever it was (``buffer[:, :n]`` has
+    that of the buffer), it is given as that of a contiguous tensor.
+    """
+    strides: list[Expr] = [expr_of(stride) for stride in tensor.stride()]
+    sizes = size_exprs(tensor)
+    for dim in reversed(range(len(sizes))):
+        if sizes[dim] == 1:
+            last = dim + 1 == len(sizes)
+            strides[dim] = 1 if last else sizes[dim + 1] * strides[dim + 1]
+    return tuple(strides)
 
 
 def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
@@ -47,8 +57,8 @@ def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
 
 
 def layout_symbols(tensor: torch.Tensor) -> frozenset[sympy.Symbol]:
-    """Symbols in a tensor's sizes, strides and storage offset."""
-    return free_symbols((tuple(tensor.shape), tensor.stride(), tensor.storage_offset()))
+    """Symbols in a tensor's sizes and strides."""
+    return free_symbols((size_exprs(tensor), stride_exprs(tensor)))
 
 
 def is_unbacked(value: Any) -> bool:

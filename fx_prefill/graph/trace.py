@@ -74,6 +74,16 @@ class TracedGraph:
         return tuple(i for i, role in enumerate(self.roles) if role is Role.STATIC)
 
     @property
+    def device(self) -> torch.device:
+        """Where the segments run: the device of most weights, or else of most inputs."""
+        pairs = list(zip(self.placeholders, self.roles, strict=True))
+        for role in (Role.STATIC, Role.LIVE):
+            devices = [value_of(node).device for node, other in pairs if other is role]
+            if devices:
+                return max(dict.fromkeys(devices), key=devices.count)
+        return torch.device("cpu")
+
+    @property
     def size_symbols(self) -> frozenset[sympy.Symbol]:
         """Symbols a segment may depend on: the token count and the batch sizes."""
         tokens = () if self.token_symbol is None else (self.token_symbol,)
@@ -84,20 +94,21 @@ class TracedGraph:
         return {symbol: source.read(args) for symbol, source in self.sources.items()}
 
     def guards(self) -> tuple[sympy.Basic, ...]:
-        """Conditions on the symbols under which the graph is valid.
+        """Conditions on the token count under which the graph is valid.
+
+        Those on other symbols hold for every call: Dynamo checks them.
 
         Read when asked, not stored: a segment compiler may add some after tracing.
         """
         env = self.fake_mode.shape_env if self.fake_mode is not None else None
-        if env is None:
+        if env is None or self.token_symbol is None:
             return ()
-        ranges = [
-            condition
-            for symbol in self.sources
-            if (bounds := env.var_to_range.get(symbol)) is not None
-            for condition in (symbol >= bounds.lower, symbol <= bounds.upper)
-        ]
-        return tuple(expr for expr in (*(g.expr for g in env.guards), *ranges) if _may_fail(expr))
+        # Symbols found equal while tracing are replaced by one of them, in guards as in shapes.
+        conditions = [env.replace(guard.expr) for guard in env.guards]
+        bounds = env.var_to_range.get(self.token_symbol)
+        if bounds is not None:
+            conditions += [self.token_symbol >= bounds.lower, self.token_symbol <= bounds.upper]
+        return tuple(c for c in conditions if self.token_symbol in free_symbols(c))
 
     def holds_at(self, bindings: dict[sympy.Symbol, int]) -> str | None:
         """The first guard that ``bindings`` breaks, as text, or None when all hold."""
@@ -105,10 +116,6 @@ class TracedGraph:
             if substitute(guard, bindings) != sympy.true:
                 return str(guard)
         return None
-
-
-def _may_fail(expr: Any) -> bool:
-    return isinstance(expr, sympy.Basic) and expr != sympy.true and bool(expr.free_symbols)
 
 
 def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> TracedGraph:
@@ -137,6 +144,13 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> TracedGraph:
         folded=folded,
         fake_mode=fake_mode,
     )
+
+
+def static_indices(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of weights and buffers among a graph's inputs."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    pairs = enumerate(zip(placeholders, example_inputs, strict=True))
+    return tuple(i for i, (node, example) in pairs if _role(node, example) is Role.STATIC)
 
 
 def _role(node: fx.Node, example: Any) -> Role:

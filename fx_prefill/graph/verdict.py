@@ -25,11 +25,12 @@ class BreakReason(str, Enum):
     MARKED = "marked by the user"
     UNKNOWN = "not known to be row-wise"
     # The reasons below are choices of the partitioner about nodes that could be captured.
-    EMBEDDING = "embedding gather"
+    GATHER = "embedding gather"
     TERMINAL = "terminal projection"
     FEEDS_BREAK = "only a break reads it"
     NOT_TOKEN_SHAPED = "not token-shaped"
     ALIAS_ORDER = "in-place order"
+    STATE = "interpreter state"
     PADDING_LEAK = "padded rows reached real rows"
 
     def __str__(self) -> str:

@@ -1,0 +1,159 @@
+"""How known models are cut, written down: a change to a rule shows here as a change of a plan.
+
+`EXPECTTEST_ACCEPT=1 pytest tests/test_golden_plans.py` writes the plans anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from harness import Around, rows
+
+import fx_prefill
+from fx_prefill.reporting.explain import PartitionReport, Report
+
+NUM_TOKENS = 20
+
+
+def plan_text(report: Report) -> str:
+    """One entry a partition: a segment with its distinct number, or a break with its reasons."""
+    entries = [
+        f"{_heading(part)}: {_operators(part)}"
+        for graph in report.graphs
+        for part in graph.partitions
+    ]
+    return "\n".join(
+        textwrap.fill(entry, 96, subsequent_indent="    ", break_long_words=False)
+        for entry in entries
+    )
+
+
+def _heading(part: PartitionReport) -> str:
+    if part.kind == "segment":
+        return f"segment {part.segment}"
+    return f"break ({', '.join(sorted(part.reasons))})"
+
+
+def _operators(part: PartitionReport) -> str:
+    counted = sorted(Counter(part.operators).items())
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counted)
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(NUM_TOKENS)[None]
+
+
+def test_llama_whole() -> None:
+    pytest.importorskip("transformers")
+    from families import BY_NAME
+
+    model = BY_NAME["llama"].with_layers(3).whole("sdpa")
+    report = fx_prefill.explain(model, input_ids=ids(), use_cache=False)
+    assert_expected_inline(
+        plan_text(report),
+        """\
+break (embedding gather): embedding
+segment 0: add x4, arange, cat x3, cos, expand x3, float, getitem x8, linear x3, matmul, mean,
+    mul x8, neg x2, pow, reshape x2, rsqrt, sin, to x5, transpose x4, unsqueeze x3, view x3
+break (attention, crosses tokens, only a break reads it): add x3, and_ x2, arange x4, cumsum,
+    diff, eq, expand, getitem x6, le, ne, new_ones, scaled_dot_product_attention, sub, to x2,
+    unsqueeze
+segment 1: add x6, cat x2, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
+    x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
+break (attention): scaled_dot_product_attention
+segment 1: add x6, cat x2, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
+    x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
+break (attention): scaled_dot_product_attention
+segment 2: add x4, contiguous x2, getitem, linear x4, mean x2, mul x5, pow x2, reshape, rsqrt
+    x2, silu, to x4, transpose
+break (terminal projection): linear""",
+    )
+
+
+def test_llama_inner_with_a_cache() -> None:
+    pytest.importorskip("transformers")
+    from families import BY_NAME
+    from transformers import DynamicCache
+
+    model = BY_NAME["llama"].with_layers(3).inner("sdpa")
+    cache = DynamicCache(config=model.config)
+    report = fx_prefill.explain(model, input_ids=ids(), past_key_values=cache, use_cache=True)
+    assert_expected_inline(
+        plan_text(report),
+        """\
+break (embedding gather): embedding
+segment 0: add x4, arange, cat x5, cos, expand x3, float, getitem x8, linear x3, matmul, mean,
+    mul x8, neg x2, pow, reshape x2, rsqrt, sin, to x5, transpose x4, unsqueeze x3, view x3
+break (attention, crosses tokens, only a break reads it): add x2, arange x2, expand, getitem x2,
+    le, scaled_dot_product_attention
+segment 1: add x6, cat x4, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
+    x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
+break (attention): scaled_dot_product_attention
+segment 1: add x6, cat x4, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
+    x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
+break (attention): scaled_dot_product_attention
+segment 2: add x4, contiguous x2, linear x4, mean x2, mul x5, pow x2, reshape, rsqrt x2, silu,
+    to x4, transpose""",
+    )
+
+
+def test_gemma3_with_sliding_and_full_layers() -> None:
+    pytest.importorskip("transformers")
+    from families import BY_NAME
+
+    model = BY_NAME["gemma3"].inner("sdpa")
+    report = fx_prefill.explain(model, input_ids=ids(), use_cache=False)
+    assert_expected_inline(
+        plan_text(report),
+        """\
+break (embedding gather): embedding
+segment 0: add x25, arange, cat x4, cos x2, expand x4, float x24, getitem x10, linear x3, matmul
+    x2, mean x3, mul x15, neg x2, pow x3, reshape x2, rsqrt x3, sin x2, to x5, transpose x5,
+    type_as x3, unsqueeze x3, view x3
+break (attention, crosses tokens, only a break reads it): add x3, and_ x4, arange x4, cumsum,
+    diff, eq, expand, getitem x6, gt, le, ne, new_ones x2, scaled_dot_product_attention, sub x2,
+    to x4, unsqueeze
+segment 1: add x10, cat x2, contiguous x2, expand x2, float x6, gelu, getitem x6, linear x7,
+    mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, to x2, transpose x4, type_as x6,
+    unsqueeze x2, view x3
+break (attention, crosses tokens, only a break reads it): add x2, and_ x2, arange x3, cumsum,
+    diff, eq, expand, getitem x6, le, ne, new_ones, scaled_dot_product_attention, sub, to x2
+segment 2: add x10, cat x2, contiguous x2, expand x2, float x6, gelu, getitem x6, linear x7,
+    mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, transpose x4, type_as x6, unsqueeze
+    x2, view x3
+break (attention): scaled_dot_product_attention
+segment 3: add x6, contiguous x2, float x4, gelu, linear x4, mean x4, mul x9, pow x4, reshape,
+    rsqrt x4, transpose, type_as x4""",
+    )
+
+
+def test_a_mean_over_tokens() -> None:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x - x.mean(1, keepdim=True)) * x
+
+    report = fx_prefill.explain(Around(middle), rows(NUM_TOKENS))
+    assert_expected_inline(
+        plan_text(report),
+        """\
+segment 0: add, layer_norm, linear, tanh
+break (crosses tokens): mean
+segment 1: add, layer_norm, linear, mul, sigmoid, sub, tanh""",
+    )
+
+
+def test_the_token_count_used_as_a_value() -> None:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) / x.shape[1]
+
+    report = fx_prefill.explain(Around(middle), rows(NUM_TOKENS))
+    assert_expected_inline(
+        plan_text(report),
+        """\
+segment 0: add, layer_norm, linear, tanh x2
+break (host scalar): truediv
+segment 1: add, layer_norm, linear, tanh""",
+    )

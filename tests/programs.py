@@ -1,6 +1,5 @@
 """Random small programs, as Python source: token-wise work and work that mixes tokens.
 
-
 A value's letter says its shape: R rows [B, s, 12], L rows with the batch of 1 [1, s, 12], H heads
 [B, 3, s, 4], S tokens first [s, B, 12], F flattened [B * s, 12], N positions [s, 12], P pooled
 [B, 1, 12], M a mask of tokens [B, s, 1], K a memory of a fixed length [B, 7, 12]. A template makes

@@ -9,7 +9,7 @@ is dead before the second is written.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,10 +189,23 @@ def rows(view: torch.Tensor, axis: TokenAxis, outer: int, start: int, stop: int)
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy, also where dimensions of ``target`` are expanded and share one address."""
-    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    target.copy_(source)
+    writer(target)(source)
+
+
+def writer(target: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    """A function that copies a tensor of equal shape into ``target``, bound once."""
+    pairs = enumerate(zip(target.shape, target.stride(), strict=True))
+    expanded = [dim for dim, (size, stride) in pairs if stride == 0 and size > 1]
+    if not expanded:
+        return target.copy_
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in expanded:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+    writable = first(target)
+    return lambda source: writable.copy_(first(source))
 
 
 class Buffers:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import CaptureError
-from .buffers import copy_into
+from .buffers import writer
 from .compile import SegmentFn
 
 
@@ -81,11 +81,12 @@ class CopyRecording:
         self.outputs = tuple(outputs)
         self._function = function
         self._inputs = tuple(inputs)
+        self._writers = [writer(output) for output in outputs]
 
     def replay(self) -> None:
         results = self._function(*self._inputs)
-        for target, result in zip(self.outputs, results, strict=True):
-            copy_into(target, result)
+        for write, result in zip(self._writers, results, strict=True):
+            write(result)
 
     def release(self, index: int) -> None:
         """Buffers are shared by the memory plan; there is nothing to give back."""

@@ -232,8 +232,7 @@ class PrefillRuntime:
 
     def _program(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
         known = self._programs.get(key)
-        everything = self.options.capture == "all" and not self._programs
-        if known is None and (everything or _whole_ladder.get()):
+        if _whole_ladder.get() or (self.options.capture == "all" and not self._programs):
             self._capture_ladder(key[1], args)
             known = self._programs.get(key)
         return known or self._capture(key, args)

@@ -36,6 +36,7 @@ from .buffers import (
     copy_into,
     outer_count,
     rows,
+    writer,
 )
 from .capture import Recorder, Recording
 from .compile import CompiledPlan
@@ -277,12 +278,10 @@ class _BoundCall:
     def _writer(self, role: str, node: fx.Node) -> Callable[[torch.Tensor], None]:
         """Copies a tensor of real rows into a buffer."""
         target = self._real_rows(role, node)
-        shape = target.shape
-
-        def write(source: torch.Tensor) -> None:
-            copy_into(target, source if source.shape == shape else source.reshape(shape))
-
-        return write
+        write, shape = writer(target), target.shape
+        if len(shape) == value_of(node).dim():
+            return write
+        return lambda source: write(source.reshape(shape))  # a flattened axis, split into runs
 
     def _bind(self, part: Partition) -> Step:
         if part.is_segment:

@@ -77,14 +77,6 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
     return owner
 
 
-_ORDER = {
-    SourceKind.CONSTANT: 1,
-    SourceKind.ARGUMENT: 2,
-    SourceKind.VALUE: 3,
-    SourceKind.SCALAR: 4,
-}
-
-
 def extract(
     traced: TracedGraph,
     verdicts: dict[fx.Node, Verdict],
@@ -139,7 +131,15 @@ def _collect(
             for source in _sources_of(traced, verdicts, arg):
                 key = source.expr if source.kind is SourceKind.SCALAR else source.node
                 found.setdefault(key, source)
-    return sorted(found.values(), key=lambda s: 0 if s.static else _ORDER[s.kind])
+    return sorted(found.values(), key=_rank)
+
+
+def _rank(source: Source) -> int:
+    """Static, then tensors, then numbers. A layer's residual is an argument of the call in the
+    first layer and a value in the others: the two rank alike, so that their segments are equal."""
+    if source.static:
+        return 0
+    return 2 if source.kind is SourceKind.SCALAR else 1
 
 
 def _sources_of(

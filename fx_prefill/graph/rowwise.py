@@ -28,7 +28,6 @@ from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked, la
 from .trace import TracedGraph
 from .verdict import BreakReason, Kind, NotRowwise, Opaque, State, TokenAxis, Verdict, shape_state
 
-IGNORED_NAMESPACES = ("prim", "prims_debug")
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -82,7 +81,7 @@ class _RowTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace in IGNORED_NAMESPACES or func.name().startswith("aten::sym_"):
+        if _is_query(func, out):
             return out
         self._alive.append((args, kwargs, out))
         named = _bind(func, args, kwargs)
@@ -153,6 +152,18 @@ class _RowTracker(TorchDispatchMode):
             problem = self.analyzer.contradiction(leaf, state)
             if problem is not None:
                 raise NotRowwise(problem.reason, f"{func._schema.name}: {problem.detail}")
+
+
+def _is_query(func: Any, out: Any) -> bool:
+    """Whether an operator only asks for a size, a device and the like, known without any data."""
+    return (
+        out is not None
+        and not func._schema.is_mutable
+        and torch.Tag.data_dependent_output not in func.tags
+        and not any(
+            isinstance(leaf, torch.Tensor) or is_unbacked(leaf) for leaf in tree_leaves(out)
+        )
+    )
 
 
 def is_attention_name(namespace: str, name: str) -> bool:

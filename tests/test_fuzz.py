@@ -31,17 +31,18 @@ def test_a_random_program(seed: int) -> None:
 
 
 def run(program: Program) -> None:
-    module = module_of(program)
+    module, reference = module_of(program), module_of(program)  # a program may write its weights
     compiled = fx_prefill.compile(module, max_tokens=MAX_TOKENS)
     kept = []
     for index, num_tokens in enumerate(shuffled(LENGTHS)):
         what = f"call {index}, {num_tokens} tokens"
         arguments = program.arguments(num_tokens, index)
         expected_arguments = program.arguments(num_tokens, index)
-        expected = module.forward(*expected_arguments)
+        expected = reference(*expected_arguments)
         actual = module(*arguments)
         assert_same(actual, expected, f"{what}, result", program)
         assert_same(arguments, expected_arguments, f"{what}, arguments", program)
+        assert_same(list(module.buffers()), list(reference.buffers()), f"{what}, weights", program)
         kept.append((f"{what}, looked at after later calls", actual, copied(expected)))
     for what, actual, expected in kept:
         assert_same(actual, expected, what, program)

@@ -111,22 +111,22 @@ def test_gemma3_with_sliding_and_full_layers() -> None:
         plan_text(report),
         """\
 break (embedding gather): embedding
-segment 0: add x25, arange, cat x4, cos x2, expand x4, float x24, getitem x10, linear x3, matmul
+segment 0: add x9, arange, cat x4, cos x2, expand x4, float x8, getitem x10, linear x3, matmul
     x2, mean x3, mul x15, neg x2, pow x3, reshape x2, rsqrt x3, sin x2, to x5, transpose x5,
     type_as x3, unsqueeze x3, view x3
 break (attention, crosses tokens, only a break reads it): add x3, and_ x4, arange x4, cumsum,
     diff, eq, expand, getitem x6, gt, le, ne, new_ones x2, scaled_dot_product_attention, sub x2,
     to x4, unsqueeze
-segment 1: add x10, cat x2, contiguous x2, expand x2, float x6, gelu, getitem x6, linear x7,
+segment 1: add x16, cat x2, contiguous x2, expand x2, float x12, gelu, getitem x6, linear x7,
     mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, to x2, transpose x4, type_as x6,
     unsqueeze x2, view x3
 break (attention, crosses tokens, only a break reads it): add x2, and_ x2, arange x3, cumsum,
     diff, eq, expand, getitem x6, le, ne, new_ones, scaled_dot_product_attention, sub, to x2
-segment 2: add x10, cat x2, contiguous x2, expand x2, float x6, gelu, getitem x6, linear x7,
+segment 2: add x16, cat x2, contiguous x2, expand x2, float x12, gelu, getitem x6, linear x7,
     mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, transpose x4, type_as x6, unsqueeze
     x2, view x3
 break (attention): scaled_dot_product_attention
-segment 3: add x6, contiguous x2, float x4, gelu, linear x4, mean x4, mul x9, pow x4, reshape,
+segment 3: add x10, contiguous x2, float x8, gelu, linear x4, mean x4, mul x9, pow x4, reshape,
     rsqrt x4, transpose, type_as x4""",
     )
 

@@ -188,9 +188,7 @@ def _node_key(node: fx.Node, indices: dict[fx.Node, int], names: dict[Any, Any])
     if node.op == "placeholder":
         return ("placeholder", _value_key(value_of(node), names))
     target = (
-        node.target
-        if isinstance(node.target, str)
-        else (operator_name(node.target), id(node.target))
+        node.target if isinstance(node.target, str) else (operator_name(node.target), node.target)
     )
     return (node.op, target, _arg_key(node.args, indices), _arg_key(node.kwargs, indices))
 

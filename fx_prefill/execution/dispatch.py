@@ -23,12 +23,13 @@ import torch
 from torch._dynamo.utils import counters
 
 from ..errors import FallbackError, PaddingError
-from ..graph.normalize import value_of
+from ..graph.normalize import MISSING, value_of
+from ..graph.partition import Partition
 from ..graph.symbols import evaluate_sizes, size_exprs
 from ..options import Options
 from .buffers import Buffers, plan_memory
 from .capture import Recorder, recorder_for
-from .compile import CompiledPlan
+from .compile import CompiledPlan, CompiledSegment
 from .replay import BucketProgram
 from .verify import find_leak
 
@@ -104,6 +105,8 @@ class PrefillRuntime:
         self._weights_fit = True
         self._verified = False
         self._unusable: dict[Key, FallbackReason] = {}
+        self._guards: dict[Any, Any] = {}
+        self._guard_symbols: frozenset[Any] | None = None
         self._lock = threading.RLock()
         self._running = False
 
@@ -150,7 +153,23 @@ class PrefillRuntime:
         if isinstance(bucket, FallbackReason):
             return bucket
         key = (bucket, self._batch(args))
+        if self._broken_guard(key, args) is not None:
+            return FallbackReason.GUARD
         return self._unusable.get(key, key)
+
+    def _broken_guard(self, key: Key, args: Sequence[Any]) -> str | None:
+        """The guard of the traced graph that a bucket breaks, given this call's other sizes."""
+        if self._guard_symbols is None:
+            self._guard_symbols = self._traced.guard_symbols() - self._traced.size_symbols
+        sources = self._traced.sources
+        others = tuple(sources[s].read(args) for s in self._guard_symbols if s in sources)
+        known = self._guards.get((key, others), MISSING)
+        if known is MISSING:
+            values = {**self._traced.symbol_values(args), **self._bindings(key)}
+            known = self._guards[(key, others)] = self._traced.holds_at(values)
+            if known is not None:
+                log.info("bucket %s is not used: the traced graph needs %s", key[0], known)
+        return known
 
     def _num_tokens(self, args: Sequence[Any]) -> int | None:
         token = self._traced.token_symbol
@@ -250,10 +269,7 @@ class PrefillRuntime:
 
     def _capture(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
         bindings = self._bindings(key)
-        problem = self._traced.holds_at({**self._traced.symbol_values(args), **bindings})
-        if problem is not None:
-            log.info("bucket %s is not used: the traced graph needs %s", key[0], problem)
-            self._unusable[key] = FallbackReason.GUARD
+        if self._broken_guard(key, args) is not None:
             return None
         try:
             self._verify(bindings, args)
@@ -300,7 +316,7 @@ class PrefillRuntime:
             if segment is None or segment.number in checked:
                 continue
             checked.add(segment.number)
-            leak = find_leak(self.compiled.plan, part, segment.function, args, bindings)
+            leak = self._leak(part, segment, bindings, args)
             if leak is not None:
                 leaks[segment.number] = leak
         if leaks:
@@ -309,7 +325,23 @@ class PrefillRuntime:
                 raise PaddingError(f"padded rows reach real rows in {text}")
             log.warning("padded rows reach real rows, so these run eagerly: %s", text)
             self.compiled = self.compiled.demote(leaks)
-        self._verified = True
+        token = self._traced.token_symbol
+        self._verified = token is None or bindings[token] > 1
+
+    def _leak(
+        self,
+        part: Partition,
+        segment: CompiledSegment,
+        bindings: dict[Any, int],
+        args: Sequence[Any],
+    ) -> str | None:
+        try:
+            return find_leak(self.compiled.plan, part, segment.function, args, bindings)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # Rows nobody asked for must not be able to stop a forward either.
+            return f"it fails on padded rows ({type(error).__name__}: {error})"
 
 
 def _refusal(compiled: CompiledPlan, options: Options) -> FallbackReason | None:

@@ -16,6 +16,7 @@ from ..graph.autocast import ENTER, EXIT
 from ..graph.extract import SourceKind
 from ..graph.normalize import value_of
 from ..graph.partition import Partition, PartitionPlan
+from ..graph.placement import GATHERS
 from ..graph.symbols import (
     Bindings,
     evaluate_scalar,
@@ -28,10 +29,9 @@ from ..graph.verdict import TokenAxis
 from .buffers import copy_into, extent, outer_count, rows
 from .compile import SegmentFn
 
-GATHERS = frozenset(
-    f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "_unsafe_index")
-)
 LARGEST_INDEX = 1024
+LARGE = 1000.0
+"""Scale of the second garbage: what leaks only above a threshold shows."""
 SEED = 0
 
 
@@ -83,7 +83,7 @@ def _garbage_pair(
         else:
             assert source.node is not None
             value = _random_like(source.node, bindings, limit, generator)
-            other = _random_like(source.node, bindings, limit, generator)
+            other = _random_like(source.node, bindings, limit, generator, scale=LARGE)
             axis = plan.state(source.node)
             if isinstance(axis, TokenAxis):
                 outer = outer_count(axis, bindings)
@@ -102,7 +102,7 @@ def _index_limit(plan: PartitionPlan, part: Partition) -> int:
     sizes = [LARGEST_INDEX]
     for node in part.nodes:
         if GATHERS.intersection(plan.verdicts[node].operators):
-            for arg in node.all_input_nodes:
+            for arg in (node, *node.all_input_nodes):
                 value = value_of(arg)
                 if isinstance(value, torch.Tensor) and value.dim():
                     sizes.extend(s for s in size_exprs(value) if isinstance(s, int))
@@ -110,7 +110,11 @@ def _index_limit(plan: PartitionPlan, part: Partition) -> int:
 
 
 def _random_like(
-    node: fx.Node, bindings: Bindings, limit: int, generator: torch.Generator
+    node: fx.Node,
+    bindings: Bindings,
+    limit: int,
+    generator: torch.Generator,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Finite random contents in a value's own layout."""
     value = value_of(node)
@@ -118,7 +122,7 @@ def _random_like(
     strides = evaluate_sizes(stride_exprs(value), bindings)
     count = extent(node, bindings)
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        flat = torch.randn(count, generator=generator).to(value.dtype)
+        flat = (torch.randn(count, generator=generator) * scale).to(value.dtype)
     elif value.dtype == torch.bool:
         flat = torch.randint(0, 2, (count,), generator=generator).to(torch.bool)
     else:

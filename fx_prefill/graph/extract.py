@@ -19,9 +19,11 @@ from torch import fx
 from ..errors import GraphError
 from .autocast import copy_under_autocast
 from .normalize import value_of
-from .symbols import Expr, expr_of, is_scalar
+from .symbols import Expr, evaluate_scalar, expr_of, is_scalar
 from .trace import Role, TracedGraph
 from .verdict import Kind, Verdict
+
+CONSTANT = "fx_prefill_constant"
 
 
 class SourceKind(Enum):
@@ -63,11 +65,17 @@ class Source:
             tensor = _attribute(traced.module, node)
             return Source(SourceKind.CONSTANT, node, constant=tensor, static=True)
         if verdicts[node].kind is Kind.CONSTANT:
-            tensor = torch.tensor(*node.args, **node.kwargs)  # type: ignore[arg-type]
-            return Source(SourceKind.CONSTANT, node, constant=tensor, static=True)
+            return Source(SourceKind.CONSTANT, node, constant=_literal(node), static=True)
         if is_scalar(value) and verdicts[node].kind in (Kind.HOST, Kind.SOURCE):
             return Source(SourceKind.SCALAR, node, expr=expr_of(value))
         return Source(SourceKind.VALUE, node)
+
+
+def _literal(node: fx.Node) -> torch.Tensor:
+    """The tensor of a ``torch.tensor`` node: one for all its readers."""
+    if CONSTANT not in node.meta:
+        node.meta[CONSTANT] = torch.tensor(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    return node.meta[CONSTANT]
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -200,5 +208,5 @@ def _resolve(
 
 def _scalar(value: Any, scalars: dict[Any, fx.Node]) -> Any:
     if not _is_symbolic(value):
-        return value if not isinstance(expr_of(value), sympy.Basic) else int(expr_of(value))
+        return evaluate_scalar(expr_of(value), {})
     return scalars[expr_of(value)]

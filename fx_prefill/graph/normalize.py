@@ -54,6 +54,7 @@ def normalize(
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     copy = fx.GraphModule(gm, graph)
+    _refuse_transforms(copy.graph)
     _inline_regions(copy)
     _drop_state_nodes(copy.graph)
     lift_regions(copy.graph)
@@ -63,6 +64,16 @@ def normalize(
     copy.graph.lint()
     copy.recompile()
     return copy
+
+
+def _refuse_transforms(graph: fx.Graph) -> None:
+    """A vmap or grad inside the graph wraps every tensor between two state calls."""
+    for node in graph.nodes:
+        if "increment_nesting" in getattr(node.target, "__name__", ""):
+            raise GraphError(
+                f"the graph holds a function transform ({node.target.__name__}), whose tensors "
+                "cannot be read one by one; move torch.vmap or torch.func out of the model"
+            )
 
 
 def _inline_regions(gm: fx.GraphModule) -> None:

@@ -209,6 +209,7 @@ def _earliest(units: list[_Unit]) -> list[int]:
 
 def _sink(placement: Placement, units: list[_Unit], stages: list[int]) -> None:
     """Move units down to their first reader where that keeps nothing else alive longer."""
+    of_weights = _weight_only(placement, units)
     for index in reversed(range(len(units))):
         unit = units[index]
         if not unit.after or any(user.op == "output" for n in unit.nodes for user in n.users):
@@ -217,7 +218,9 @@ def _sink(placement: Placement, units: list[_Unit], stages: list[int]) -> None:
             stages[reader] - (0 if units[reader].is_break == unit.is_break else 1)
             for reader in unit.after
         )
-        if target > stages[index] and _may_sink(placement, units, stages, index, target):
+        if target > stages[index] and (
+            index in of_weights or _may_sink(placement, units, stages, index, target)
+        ):
             stages[index] = target
     _join_loose_breaks(placement, units, stages)
 
@@ -233,6 +236,16 @@ def _join_loose_breaks(placement: Placement, units: list[_Unit], stages: list[in
     for index, unit in enumerate(units):
         if others and is_loose(unit):
             stages[index] = min(others)
+
+
+def _weight_only(placement: Placement, units: list[_Unit]) -> set[int]:
+    """Units that only read weights, directly or through each other (``1 + weight``)."""
+    found: set[int] = set()
+    for index, unit in enumerate(units):
+        verdicts = [placement.verdicts[node] for node in unit.nodes]
+        if unit.before <= found and all(v.pure and not v.token_shaped for v in verdicts):
+            found.add(index)
+    return found
 
 
 def _may_sink(

@@ -29,7 +29,15 @@ MATMULS = frozenset(
 )
 
 GATHERS = frozenset(
-    f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "_unsafe_index")
+    f"aten::{name}"
+    for name in (
+        "embedding index index_select gather _unsafe_index scatter scatter_ scatter_add "
+        "scatter_add_ scatter_reduce scatter_reduce_ index_put index_put_ one_hot"
+    ).split()
+)
+BASE_READERS = frozenset(
+    f"aten::{name}"
+    for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 )
 POSITIONS = frozenset(f"aten::{name}" for name in ("topk", "argmax", "argmin", "sort", "argsort"))
 MOVES = frozenset(
@@ -71,6 +79,7 @@ def place(analysis: Analysis) -> Placement:
     placement = Placement(_live_nodes(analysis), dict(analysis.verdicts))
     sources = _Sources(analysis)
     _keep_multi_results(placement)
+    _take_constants(placement)
     _keep_in_place_order(placement, analysis)
     _keep_state_regions(placement)
     _keep_random_order(placement)
@@ -109,8 +118,7 @@ def _live_nodes(analysis: Analysis) -> list[fx.Node]:
         effect = not verdict.pure or value_of(node) is None
         if node in wanted or effect:
             wanted.update(node.all_input_nodes)
-            if verdict.kind is not Kind.CONSTANT:
-                live.append(node)
+            live.append(node)
     return live[::-1]
 
 
@@ -118,16 +126,28 @@ def _keep_multi_results(placement: Placement) -> None:
     """``getitem`` stays with its producer: a tuple never crosses a boundary."""
     kept = set(placement.nodes)
     for node in placement.nodes:
-        if node.target is operator.getitem and not isinstance(
-            value_of(node.args[0]),  # type: ignore[arg-type]
-            torch.Tensor,
-        ):
+        if _is_item(node) and node.target is operator.getitem:
             producer = node.args[0]
             if producer in kept:
                 placement.groups.append({node, producer})  # type: ignore[arg-type]
                 if placement.is_break(producer):  # type: ignore[arg-type]
                     verdict = placement.verdicts[producer]  # type: ignore[index]
                     placement.make_break(node, verdict.reason or BreakReason.UNKNOWN)
+
+
+def _take_constants(placement: Placement) -> None:
+    """Tensors of literals are made once, unless somebody could write to them between calls."""
+    exposed: set[int] = set()
+    for node in placement.nodes:
+        exposed |= _written(node, placement.verdicts[node])
+        if any(user.op == "output" for user in node.users):
+            exposed |= _storages(node)
+    for node in list(placement.nodes):
+        if placement.verdicts[node].kind is Kind.CONSTANT:
+            if exposed.isdisjoint(_storages(node)):
+                placement.nodes.remove(node)
+            else:
+                placement.make_break(node, BreakReason.HOST_SCALAR, "made anew in each call")
 
 
 # --- memory written in place --------------------------------------------------------------------
@@ -160,12 +180,16 @@ def _keep_in_place_order(placement: Placement, analysis: Analysis) -> None:
     for node in placement.nodes:
         for storage in _written(node, placement.verdicts[node]):
             writers[storage].add(node)
+        if BASE_READERS.intersection(placement.verdicts[node].operators):
+            # It reads the whole memory of its argument, of which only a view would cross.
+            for storage in set().union(*map(_storages, node.all_input_nodes)):
+                writers[storage].add(node)
         for storage in set().union(_storages(node), *map(_storages, node.all_input_nodes)):
             touching[storage].append(node)
     external = {
         storage
         for node, verdict in analysis.verdicts.items()
-        if verdict.kind in (Kind.SOURCE, Kind.CONSTANT)
+        if verdict.kind is Kind.SOURCE
         for storage in _storages(node)
     }
     for storage, writing in writers.items():
@@ -173,7 +197,7 @@ def _keep_in_place_order(placement: Placement, analysis: Analysis) -> None:
         _chain(placement, nodes, writing)
         if storage in external:
             for node in nodes:
-                wrote = node in writing
+                wrote = storage in _written(node, placement.verdicts[node])
                 reason = BreakReason.WRITES_MEMORY if wrote else BreakReason.ALIAS_ORDER
                 placement.make_break(node, reason, "memory the graph does not own")
         else:
@@ -196,8 +220,13 @@ def _chain(placement: Placement, nodes: list[fx.Node], writing: set[fx.Node]) ->
 
 
 def _keep_random_order(placement: Placement) -> None:
-    """Random draws, and operators nothing is known of, keep their order among themselves."""
-    drawing = [node for node in placement.nodes if placement.verdicts[node].random]
+    """Random draws, side effects, and what nothing is known of keep their order."""
+    drawing = [
+        node
+        for node in placement.nodes
+        if placement.verdicts[node].random
+        or (value_of(node) is None and not placement.verdicts[node].mutates)
+    ]
     placement.order.update(pairwise(drawing))
 
 
@@ -367,8 +396,18 @@ def _break_what_only_breaks_read(placement: Placement, sources: _Sources, graph:
             continue
         if len(breaking) == len(node.users):
             placement.make_break(node, BreakReason.FEEDS_BREAK)
-        elif node not in ordered:
+        elif node not in ordered and not _is_item(node):
             _duplicate_for(placement, graph, node, breaking)
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Whether a node makes a tuple or takes an item of one: the two have to stay together."""
+    if not isinstance(value_of(node), torch.Tensor):
+        return True
+    return node.target is operator.getitem and not isinstance(
+        value_of(node.args[0]),  # type: ignore[arg-type]
+        torch.Tensor,
+    )
 
 
 def _index_arithmetic(placement: Placement, sources: _Sources) -> set[fx.Node]:

@@ -22,12 +22,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .autocast import autocast_of, entered
 from .normalize import MISSING, call, value_of
-from .operators import aten_matcher, is_attention, matcher, operator_name
-from .rules import RULES, OpCall, pointwise
+from .operators import aten_matcher, is_attention, matcher, operator_name, short_name
+from .rules import RULES, OpCall, no_host_values, pointwise
 from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked, layout_symbols
 from .trace import TracedGraph
 from .verdict import BreakReason, Kind, NotRowwise, Opaque, State, TokenAxis, Verdict, shape_state
 
+SIZE_QUERIES = frozenset(
+    "size numel nelement dim ndimension stride storage_offset getattr len len__ getitem sym_size "
+    "sym_numel sym_stride is_contiguous is_floating_point is_complex element_size".split()
+)
+SHAPE_MUTATORS = frozenset(
+    "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_ "
+    "rename_ detach_".split()
+)
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -127,6 +135,8 @@ class _RowTracker(TorchDispatchMode):
             raise NotRowwise(BreakReason.ATTENTION, name)
         if analyzer.is_rowwise_aten(func._schema.name):
             return [analyzer.shape_state(leaf) for leaf in opcall.outputs]
+        for tensor in opcall.tensors:
+            opcall.axis(tensor)  # refuses one whose shape could not be placed
         analyzer.refuse_foreign_scalars(name, named)
         if self._token_free(opcall):
             analyzer.refuse_token_scalars(name, named)
@@ -137,6 +147,7 @@ class _RowTracker(TorchDispatchMode):
             if found is None and torch.Tag.pointwise in func.tags:
                 found = pointwise
             if found is not None:
+                no_host_values(opcall)
                 return list(found(opcall))
         raise NotRowwise(BreakReason.UNKNOWN, f"{namespace}.{name}")
 
@@ -258,6 +269,8 @@ class _Analyzer:
     def _is_host(self, node: fx.Node, value: Any) -> bool:
         """Whether the sizes of the call are all that the node's value depends on."""
         if is_scalar(value):
+            if not free_symbols(value) and _tensor_args(node) and not _asks_for_size(node):
+                return False  # an operator that reads a tensor and returns a number
             return free_symbols(value) <= self.traced.sources.keys() and not is_unbacked(value)
         return isinstance(value, torch.Size) or (
             isinstance(value, tuple) and bool(value) and all(is_scalar(item) for item in value)
@@ -278,7 +291,15 @@ class _Analyzer:
         by_shape = tuple(self.shape_state(leaf) for leaf in outputs)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._higher_order(node, by_shape)
+        if _changes_shape_in_place(node):
+            detail = f"{operator_name(node.target)} changes a tensor's shape in place"
+            return Verdict(Kind.BREAK, BreakReason.ALIAS_ORDER, detail, by_shape, mutates=(0,))
         tracker, result = self._track(node)
+        live_number = next((arg for arg in node.all_input_nodes if self._is_live_number(arg)), None)
+        if live_number is not None:
+            tracker.fault = tracker.fault or NotRowwise(
+                BreakReason.HOST_SCALAR, f"it depends on the number {live_number.name}"
+            )
         if is_scalar(value):
             tracker.fault = tracker.fault or NotRowwise(
                 BreakReason.DATA_DEPENDENT, "a number that the sizes of the call do not give"
@@ -304,6 +325,10 @@ class _Analyzer:
             return replace(verdict, kind=Kind.CONSTANT)
         return verdict
 
+    def _is_live_number(self, node: fx.Node) -> bool:
+        """Whether a node gives a number that only running it tells."""
+        return is_scalar(value_of(node)) and self.verdicts[node].kind is Kind.BREAK
+
     def _higher_order(self, node: fx.Node, states: tuple[State, ...]) -> Verdict:
         """Operators over graphs: functional by contract, but for those named after mutation."""
         name = operator_name(node.target)
@@ -311,7 +336,9 @@ class _Analyzer:
         reason = BreakReason.ATTENTION if is_attention(node) else BreakReason.UNKNOWN
         if self.is_marked(node):
             reason = BreakReason.MARKED
-        return Verdict(Kind.BREAK, reason, name, states, mutates=tuple(range(writes)))
+        # A body may draw random numbers; an attention's does not.
+        draws = reason is not BreakReason.ATTENTION
+        return Verdict(Kind.BREAK, reason, name, states, mutates=tuple(range(writes)), random=draws)
 
     def _track(self, node: fx.Node) -> tuple[_RowTracker, Any]:
         states: dict[int, State] = {}
@@ -405,9 +432,9 @@ class _Analyzer:
             return None
         leaves, spec = tree_flatten((node.args, dict(node.kwargs)), is_leaf=_is_slice)
         parts: list[Any] = [node.op, node.target, autocast_of(node), str(spec)]
-        storages: dict[int, int] = {}
+        seen: dict[Any, int] = {}
         for leaf in leaves:
-            parts.append(self._part(leaf, storages))
+            parts.append(self._part(leaf, seen))
         key = tuple(parts)
         try:
             hash(key)
@@ -415,9 +442,10 @@ class _Analyzer:
             return None
         return key
 
-    def _part(self, leaf: Any, storages: dict[int, int]) -> Any:
+    def _part(self, leaf: Any, seen: dict[Any, int]) -> Any:
+        """One argument in a signature; ``seen`` numbers nodes and storages by first use."""
         if isinstance(leaf, slice):
-            return ("slice", *(self._part(x, storages) for x in (leaf.start, leaf.stop, leaf.step)))
+            return ("slice", *(self._part(x, seen) for x in (leaf.start, leaf.stop, leaf.step)))
         if not isinstance(leaf, fx.Node):
             return (type(leaf), leaf)
         value = value_of(leaf)
@@ -429,11 +457,24 @@ class _Analyzer:
                 value.dtype,
                 value.device,
                 self.verdicts[leaf].states[0],
-                storages.setdefault(storage, len(storages)),
+                seen.setdefault(leaf, len(seen)),
+                seen.setdefault(storage, len(seen)),
             )
         if isinstance(value, SYMBOLIC):
             return ("scalar", expr_of(value))
         return ("node", id(leaf))
+
+
+def _changes_shape_in_place(node: fx.Node) -> bool:
+    """Running such an operator on the recorded value would change it a second time."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.inplace_view in node.target.tags
+    return node.op == "call_method" and node.target in SHAPE_MUTATORS
+
+
+def _asks_for_size(node: fx.Node) -> bool:
+    """Whether a node reads off a tensor what its shape and type tell."""
+    return short_name(node).lstrip("_").removesuffix(".default") in SIZE_QUERIES
 
 
 def _is_slice(value: Any) -> bool:

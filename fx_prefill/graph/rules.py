@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .symbols import SYMBOLIC, Expr, expr_of, free_symbols, size_exprs
 from .verdict import BreakReason, NotRowwise, Opaque, State, TokenAxis, shape_state
@@ -99,14 +100,21 @@ def _all(call: OpCall, state: State) -> list[State]:
     return [state] * len(call.outputs)
 
 
+SIZE_ARGUMENTS = frozenset(
+    "size shape stride repeats split_size split_sizes start end N C HxW".split()
+)
+"""Arguments that are sizes or bounds; the rules of their operators say what they may be."""
+
+
 def no_host_values(call: OpCall) -> None:
-    """Refuse a symbolic number used as a value rather than as a size."""
+    """Refuse a symbolic number used as a value rather than as a size, in a list or alone."""
     for name, value in call.named.items():
-        if isinstance(value, SYMBOLIC):
-            raise NotRowwise(
-                BreakReason.HOST_SCALAR,
-                f"aten.{call.name} uses {expr_of(value)} as a value ({name})",
-            )
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, SYMBOLIC) and name not in SIZE_ARGUMENTS:
+                raise NotRowwise(
+                    BreakReason.HOST_SCALAR,
+                    f"aten.{call.name} uses {expr_of(leaf)} as a value ({name})",
+                )
 
 
 def _merge(call: OpCall, rank: int, tensors: Sequence[Any]) -> TokenAxis | None:
@@ -131,7 +139,6 @@ def _merge(call: OpCall, rank: int, tensors: Sequence[Any]) -> TokenAxis | None:
 
 def pointwise(call: OpCall) -> Sequence[State]:
     """Elementwise with broadcasting."""
-    no_host_values(call)
     rank = max((out.dim() for out in call.outputs), default=0)
     return _all(call, _merge(call, rank, call.tensors))
 
@@ -265,8 +272,6 @@ def _select(call: OpCall) -> Sequence[State]:
     axis = call.axis(source)
     dim = (call["dim"] or 0) % source.dim()
     _refuse_axis(call, axis, [dim], "picks along the token axis")
-    if isinstance(call["index"], SYMBOLIC):
-        raise NotRowwise(BreakReason.HOST_SCALAR, f"aten.{call.name} at an index that changes")
     if axis is None:
         return _all(call, None)
     return _all(call, TokenAxis(axis.dim - (dim < axis.dim), axis.outer))
@@ -287,16 +292,12 @@ def _flip(call: OpCall) -> Sequence[State]:
     axis, rank = call.axis(call["self"]), call["self"].dim()
     dims = [dim % rank for dim in call["dims"] or range(rank)]
     _refuse_axis(call, axis, dims, "moves rows along the token axis")
-    no_host_values(call)
     return [axis]
 
 
 @rule("constant_pad_nd")
 def _pad(call: OpCall) -> Sequence[State]:
     axis, rank = call.axis(call["self"]), call["self"].dim()
-    no_host_values(call)
-    if free_symbols(tuple(call["pad"])):
-        raise NotRowwise(BreakReason.HOST_SCALAR, "aten.constant_pad_nd by a width that changes")
     pad = list(call["pad"])
     padded = [rank - 1 - i // 2 for i, width in enumerate(pad) if width != 0]
     _refuse_axis(call, axis, padded, "pads the token axis")
@@ -369,7 +370,6 @@ def _mm(call: OpCall) -> Sequence[State]:
 
 @rule("addmm", "baddbmm")
 def _addmm(call: OpCall) -> Sequence[State]:
-    no_host_values(call)
     left, right = call["mat1"], call["mat2"]
     if left is None:
         left, right = call["batch1"], call["batch2"]
@@ -439,7 +439,6 @@ def _reduction(call: OpCall) -> Sequence[State]:
         return pointwise(call)
     source = call["self"]
     axis = call.axis(source)
-    no_host_values(call)
     dims = _dims(call, source)
     _refuse_axis(call, axis, dims, "reduces over the token axis")
     if axis is None or call["keepdim"]:
@@ -450,13 +449,12 @@ def _reduction(call: OpCall) -> Sequence[State]:
 @rule(
     *(
         "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod cummax "
-        "cummin logcumsumexp sort argsort topk glu unfold renorm"
+        "cummin logcumsumexp sort argsort topk glu unfold"
     ).split()
 )
 def _along(call: OpCall) -> Sequence[State]:
     source = call["self"]
     axis = call.axis(source)
-    no_host_values(call)
     wanted = call["dim"] if call["dim"] is not None else call["dimension"]
     wanted = -1 if wanted is None else wanted
     _refuse_axis(call, axis, [wanted % max(source.dim(), 1)], "works along the token axis")
@@ -551,7 +549,6 @@ def _gather(call: OpCall) -> Sequence[State]:
 
 @rule("scatter", "scatter_add", "scatter_reduce")
 def _scatter(call: OpCall) -> Sequence[State]:
-    no_host_values(call)
     axis = call.axis(call["self"])
     dim = call["dim"] % max(call["self"].dim(), 1)
     _refuse_axis(call, axis, [dim], "writes along the token axis")
@@ -571,23 +568,18 @@ def _scatter(call: OpCall) -> Sequence[State]:
     ).split()
 )
 def _create(call: OpCall) -> Sequence[State]:
-    no_host_values(call)
     return [shape_state(call.out, call.token, call.size_symbols)]
 
 
 @rule(*["empty_like", "zeros_like", "ones_like", "full_like"])
 def _create_like(call: OpCall) -> Sequence[State]:
-    no_host_values(call)
     return [call.axis(call["self"])]
 
 
 @rule("arange")
 def _arange(call: OpCall) -> Sequence[State]:
-    for name in ("start", "step"):
-        if isinstance(call[name], SYMBOLIC):
-            raise NotRowwise(
-                BreakReason.HOST_SCALAR, f"aten.arange with {name} {expr_of(call[name])}"
-            )
+    if isinstance(call["start"], SYMBOLIC):
+        raise NotRowwise(BreakReason.HOST_SCALAR, f"aten.arange from {expr_of(call['start'])}")
     if free_symbols(call["end"]) - call.size_symbols:
         raise NotRowwise(BreakReason.HOST_SCALAR, f"aten.arange to {expr_of(call['end'])}")
     return [shape_state(call.out, call.token, call.size_symbols)]

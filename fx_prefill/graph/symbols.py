@@ -91,7 +91,7 @@ def evaluate_scalar(expr: Expr, bindings: Bindings) -> Any:
     if isinstance(value, sympy.logic.boolalg.BooleanAtom):
         return bool(value)
     if isinstance(value, sympy.Basic):
-        return int(value) if value.is_integer else float(value)
+        return int(value) if value.is_Integer else float(value)
     return value
 
 

@@ -110,6 +110,10 @@ class TracedGraph:
             conditions += [self.token_symbol >= bounds.lower, self.token_symbol <= bounds.upper]
         return tuple(c for c in conditions if self.token_symbol in free_symbols(c))
 
+    def guard_symbols(self) -> frozenset[sympy.Symbol]:
+        """Symbols that decide, with the token count, whether the graph is valid."""
+        return frozenset().union(*(free_symbols(guard) for guard in self.guards()))
+
     def holds_at(self, bindings: dict[sympy.Symbol, int]) -> str | None:
         """The first guard that ``bindings`` breaks, as text, or None when all hold."""
         for guard in self.guards():
@@ -157,6 +161,8 @@ def _role(node: fx.Node, example: Any) -> Role:
     value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return Role.SCALAR
+    if free_symbols(value):
+        return Role.LIVE  # whatever was promised, a tensor that grows with the call is not static
     if "_dynamo_static_input_type" in node.meta.get("tensor_dict", {}):
         return Role.STATIC
     if isinstance(example, torch.nn.Parameter):

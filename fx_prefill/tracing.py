@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
@@ -15,6 +17,47 @@ import torch.fx.experimental._config as fx_config
 _numbers = count()
 
 
+class _SharedSettings:
+    """Settings that all threads see (torch before 2.13): the last to leave restores them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._saved = (False, False)
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._saved = _read()
+            self._inside += 1
+            _write(TRACING)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                _write(self._saved)
+
+
+_shared = _SharedSettings()
+
+TRACING = (False, True)
+"""Duck shaping, and specialised floats."""
+
+
+def _read() -> tuple[bool, bool]:
+    return fx_config.use_duck_shape, dynamo_config.specialize_float
+
+
+def _write(values: tuple[bool, bool]) -> None:
+    fx_config.use_duck_shape, dynamo_config.specialize_float = values
+
+
+def _settings_are_per_thread() -> bool:
+    entry = dynamo_config._config["specialize_float"]  # type: ignore[attr-defined]
+    return isinstance(getattr(entry, "user_override", None), ContextVar)
+
+
 @contextmanager
 def tracing_config() -> Iterator[None]:
     """Duck shaping off, module floats specialised.
@@ -22,12 +65,19 @@ def tracing_config() -> Iterator[None]:
     Duck shaping would tie the token count to any other size that happens to be equal in the first
     call (head size, batch). Unspecialised floats become 0-d tensors with ``.item()``.
     """
-    saved = fx_config.use_duck_shape, dynamo_config.specialize_float
-    fx_config.use_duck_shape, dynamo_config.specialize_float = False, True
+    if _settings_are_per_thread():
+        saved = _read()
+        _write(TRACING)
+        try:
+            yield
+        finally:
+            _write(saved)
+        return
+    _shared.enter()
     try:
         yield
     finally:
-        fx_config.use_duck_shape, dynamo_config.specialize_float = saved
+        _shared.leave()
 
 
 def fresh_frame(function: Callable[..., Any]) -> Callable[..., Any]:

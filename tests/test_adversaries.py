@@ -198,7 +198,7 @@ COUNT_AS_VALUE: dict[str, tuple[Middle, str]] = {
     "bounded": (lambda x: x * min(count(x), 40), "mul"),
     "compared": (lambda x: x * (count(x) > 40), "mul"),
     "square root": (lambda x: x / math.sqrt(count(x)), "truediv"),
-    "exponent": (lambda x: x.abs() ** (1.0 / count(x)), "pow"),
+    "exponent": (lambda x: x.abs() ** (1.0 / (count(x) + 1)), "pow"),
     "scale of the second operand": (lambda x: torch.add(x, x, alpha=count(x)), "add"),
     "weight of a blend": (lambda x: torch.lerp(x, x * 2, 1.0 / count(x)), "lerp"),
     "bound": (lambda x: x.clamp(max=count(x) / 100), "clamp"),

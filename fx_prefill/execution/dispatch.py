@@ -129,7 +129,8 @@ class PrefillRuntime:
         num_tokens = self._num_tokens(args)
         program = self._program(decision, args)
         if program is None:
-            return self._fall_back(self._unusable[decision], args)
+            reason = self.refused or self._unusable.get(decision, FallbackReason.GUARD)
+            return self._fall_back(reason, args)
         bucket = decision[0]
         counters["fx_prefill"]["replay"] += 1
         self.counts.replays[bucket or 0] += 1
@@ -273,6 +274,9 @@ class PrefillRuntime:
             return None
         try:
             self._verify(bindings, args)
+            if not self.compiled.segments:
+                self.refused = FallbackReason.NO_SEGMENT
+                return None
             buffers = self._buffers_for(key, bindings)
             program = BucketProgram(self.compiled, buffers, self._recorder, args, bindings)
         except (PaddingError, MemoryError, torch.OutOfMemoryError):
@@ -322,8 +326,8 @@ class PrefillRuntime:
         if leaks:
             text = "; ".join(f"segment {number}: {leak}" for number, leak in leaks.items())
             if self.options.strict:
-                raise PaddingError(f"padded rows reach real rows in {text}")
-            log.warning("padded rows reach real rows, so these run eagerly: %s", text)
+                raise PaddingError(f"segments failed their check at a bucket: {text}")
+            log.warning("segments that failed their check at a bucket run eagerly: %s", text)
             self.compiled = self.compiled.demote(leaks)
         token = self._traced.token_symbol
         self._verified = token is None or bindings[token] > 1
@@ -336,12 +340,13 @@ class PrefillRuntime:
         args: Sequence[Any],
     ) -> str | None:
         try:
-            return find_leak(self.compiled.plan, part, segment.function, args, bindings)
+            leak = find_leak(self.compiled.plan, part, segment.function, args, bindings)
+            return leak and f"padded rows reach real rows at {leak}"
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             # Rows nobody asked for must not be able to stop a forward either.
-            return f"it fails on padded rows ({type(error).__name__}: {error})"
+            return f"it fails with garbage in padded rows ({type(error).__name__}: {error})"
 
 
 def _refusal(compiled: CompiledPlan, options: Options) -> FallbackReason | None:

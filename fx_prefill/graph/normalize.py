@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import GraphError
@@ -216,6 +217,7 @@ def _run_fake(gm: fx.GraphModule, node: fx.Node, fake_mode: FakeTensorMode | Non
             stack.enter_context(fake_mode)
             if fake_mode.shape_env is not None:
                 stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
         stack.enter_context(entered(autocast_of(node)))
         return call(node, args, kwargs)

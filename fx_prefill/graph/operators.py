@@ -33,7 +33,9 @@ def operator_name(target: Any) -> str:
 
 def short_name(node: fx.Node) -> str:
     """The operator of a node without its namespace, as shown in tables."""
-    return operator_name(node.target).rpartition("::")[2]
+    name = operator_name(node.target).rpartition("::")[2]
+    # ``==`` is recorded as eq by one version of torch and as __eq__ by another.
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
 def is_attention(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -355,6 +356,8 @@ class _Analyzer:
                 if fake_mode.shape_env is not None:
                     stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
                     stack.enter_context(fake_mode.shape_env.suppress_guards())
+            # As Dynamo does: decompositions in C++ may not be able to handle symbolic sizes.
+            stack.enter_context(enable_python_dispatcher())
             # Inference mode hides the decomposition of composite operators from dispatch.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())

@@ -43,12 +43,19 @@ def _operators(part: PartitionReport) -> str:
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in counted)
 
 
+def require_pinned_transformers() -> None:
+    """Other versions of the modelling code have other operators in the same plan."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.__version__.startswith("5.17."):
+        pytest.skip(f"plans are those of transformers 5.17, this is {transformers.__version__}")
+
+
 def ids() -> torch.Tensor:
     return torch.arange(NUM_TOKENS)[None]
 
 
 def test_llama_whole() -> None:
-    pytest.importorskip("transformers")
+    require_pinned_transformers()
     from families import BY_NAME
 
     model = BY_NAME["llama"].with_layers(3).whole("sdpa")
@@ -75,7 +82,7 @@ break (terminal projection): linear""",
 
 
 def test_llama_inner_with_a_cache() -> None:
-    pytest.importorskip("transformers")
+    require_pinned_transformers()
     from families import BY_NAME
     from transformers import DynamicCache
 
@@ -102,7 +109,7 @@ segment 2: add x4, contiguous x2, linear x4, mean x2, mul x5, pow x2, reshape, r
 
 
 def test_gemma3_with_sliding_and_full_layers() -> None:
-    pytest.importorskip("transformers")
+    require_pinned_transformers()
     from families import BY_NAME
 
     model = BY_NAME["gemma3"].inner("sdpa")

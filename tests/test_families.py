@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,6 @@ BUCKETS = Counter({16: 3, 32: 1, 112: 1, 128: 1})
 # Every length twice, with other tokens: the first meets a bucket (capture), the second replays it
 # after other lengths have left their rows in the buffers.
 ROUNDS = 2
-
-
-@pytest.fixture(autouse=True)
-def no_compiled_code_left_over() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 # ---- calls, and what they must return -----------------------------------------------------------

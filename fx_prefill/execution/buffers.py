@@ -48,12 +48,12 @@ class MemoryPlan:
 
     def num_bytes(self, bindings: Bindings) -> int:
         """Bytes of all slots under ``bindings`` (the largest bucket and a batch)."""
-        return sum(slot_bytes(slot, bindings) for slot in self.slots)
+        return sum(value_bytes(slot.example, bindings) for slot in self.slots)
 
 
-def slot_bytes(slot: Slot, bindings: Bindings) -> int:
-    """Bytes one slot takes."""
-    return extent(slot.example, bindings) * value_of(slot.example).element_size()
+def value_bytes(node: fx.Node, bindings: Bindings) -> int:
+    """Bytes a value takes in a buffer."""
+    return extent(node, bindings) * value_of(node).element_size()
 
 
 def extent(node: fx.Node, bindings: Bindings) -> int:

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import fx
 
-from ..execution.buffers import HANDOFF, INPUT, RESULT, plan_memory
+from ..execution.buffers import HANDOFF, INPUT, RESULT, plan_memory, value_bytes
 from ..execution.compile import structural_key
 from ..execution.dispatch import Counts, FallbackReason, PrefillRuntime
-from ..graph.normalize import value_of
 from ..graph.operators import short_name
 from ..graph.partition import Partition, PartitionPlan
-from ..graph.symbols import Bindings, evaluate_scalar, evaluate_sizes, size_exprs, stride_exprs
+from ..graph.symbols import Bindings, evaluate_scalar
 from ..graph.verdict import BreakReason
 from ..options import Options
 from .registry import RefusedGraph
@@ -178,7 +177,7 @@ def _describe(
     for part in partitions:
         names = [HANDOFF, INPUT] if not part.is_segment else [RESULT]
         held = sum(
-            _value_bytes(node, top)
+            value_bytes(node, top)
             for node in part.outputs
             if any((role, node) in memory.slot_of for role in names)
         )
@@ -198,16 +197,6 @@ def _describe(
         buffer_bytes=memory.num_bytes(top),
         refused=refused,
     )
-
-
-def _value_bytes(node: fx.Node, bindings: Bindings) -> int:
-    value = value_of(node)
-    sizes = evaluate_sizes(size_exprs(value), bindings)
-    strides = evaluate_sizes(stride_exprs(value), bindings)
-    if 0 in sizes:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return (last + 1) * value.element_size()
 
 
 def _row(

@@ -88,6 +88,7 @@ def _remembering(graphs: list[weakref.ref[Graph]]) -> Callable[..., Any]:
         graphs.append(weakref.ref(graph))
         return graph
 
+    backend.__name__ = breakable_prefill.__name__  # what PyTorch calls it in its errors
     backend.reset = breakable_prefill.reset  # type: ignore[attr-defined]
     return backend
 

@@ -133,7 +133,8 @@ def _check_ops(name: str) -> Callable[[Any], tuple[Any, ...]]:
     def check(value: Any) -> tuple[Any, ...]:
         entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
         for entry in entries:
-            if not callable(entry) and not isinstance(entry, str):
+            named = isinstance(entry, str) and "::" in entry
+            if not callable(entry) and not named and not hasattr(entry, "_opoverload"):
                 raise _fail(name, entry, accepted)
         return entries
 
@@ -158,7 +159,7 @@ def _check_passes(value: Any) -> Passes:
     stages = {}
     for stage, passes in value.items():
         if stage not in PASS_STAGES:
-            raise _fail("passes", stage, accepted)
+            raise OptionError(f"option 'passes' has the key {stage!r}; accepted: {accepted}")
         entries = tuple(passes) if isinstance(passes, (list, tuple)) else (passes,)
         if not all(callable(entry) for entry in entries):
             raise _fail("passes", passes, accepted)

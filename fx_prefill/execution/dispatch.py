@@ -164,10 +164,12 @@ class PrefillRuntime:
             self._guard_symbols = self._traced.guard_symbols() - self._traced.size_symbols
         sources = self._traced.sources
         others = tuple(sources[s].read(args) for s in self._guard_symbols if s in sources)
+        if others:  # what they may become at the bucket depends on the real count too
+            others = (*others, self._num_tokens(args))
         known = self._guards.get((key, others), MISSING)
         if known is MISSING:
-            values = {**self._traced.symbol_values(args), **self._bindings(key)}
-            known = self._guards[(key, others)] = self._traced.holds_at(values)
+            known = self._traced.broken_guard(self._traced.symbol_values(args), self._bindings(key))
+            self._guards[(key, others)] = known
             if known is not None:
                 log.info("bucket %s is not used: the traced graph needs %s", key[0], known)
         return known

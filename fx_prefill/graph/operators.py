@@ -53,15 +53,21 @@ def is_attention(node: fx.Node) -> bool:
 
 def matcher(entries: tuple[Any, ...]) -> Callable[[fx.Node], bool]:
     """A test of a node against the entries of ``break_ops`` or ``rowwise_ops``."""
+    entries = tuple(getattr(entry, "_opoverload", entry) for entry in entries)
     predicates = [entry for entry in entries if _is_predicate(entry)]
     operators = [entry for entry in entries if not _is_predicate(entry)]
     names = {_normal(operator_name(entry)) for entry in operators if _has_own_name(entry)}
     identities = {id(entry) for entry in operators}
+    # F.linear, x.cumsum(...) and the like are recorded as they are written.
+    aten = {name.rpartition("::")[2] for name in names if name.startswith("aten::")}
 
     def matches(node: fx.Node) -> bool:
         if id(node.target) in identities or _method_of(node) in identities:
             return True
-        if _has_own_name(node.target) and _normal(operator_name(node.target)) in names:
+        if not isinstance(node.target, str) and _has_own_name(node.target):
+            if _normal(operator_name(node.target)) in names:
+                return True
+        elif short_name(node) in aten:
             return True
         return any(predicate(node) for predicate in predicates)
 
@@ -70,6 +76,7 @@ def matcher(entries: tuple[Any, ...]) -> Callable[[fx.Node], bool]:
 
 def aten_matcher(entries: tuple[Any, ...]) -> Callable[[str], bool]:
     """A test of a registered operator's name against the same entries."""
+    entries = tuple(getattr(entry, "_opoverload", entry) for entry in entries)
     names = {_normal(operator_name(e)) for e in entries if _has_own_name(e)}
     return lambda name: _normal(name) in names
 
@@ -93,9 +100,11 @@ def _method_of(node: fx.Node) -> int | None:
 
 
 def _is_predicate(entry: Any) -> bool:
-    """Functions of one parameter called ``node`` (or annotated fx.Node) decide for themselves."""
+    """Lambdas, and functions of one parameter called ``node`` or annotated fx.Node, decide."""
     if not inspect.isfunction(entry):
         return False
+    if entry.__name__ == "<lambda>":
+        return True
     parameters = list(inspect.signature(entry).parameters.values())
     if len(parameters) != 1:
         return False

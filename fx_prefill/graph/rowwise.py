@@ -14,20 +14,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .autocast import autocast_of, entered
 from .normalize import MISSING, call, value_of
 from .operators import aten_matcher, is_attention, matcher, operator_name, short_name
-from .rules import RULES, OpCall, no_host_values, pointwise
-from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked, layout_symbols
+from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked
 from .trace import TracedGraph
-from .verdict import BreakReason, Kind, NotRowwise, Opaque, State, TokenAxis, Verdict, shape_state
+from .tracker import Axes, RowTracker
+from .verdict import BreakReason, Kind, NotRowwise, Opaque, State, Verdict
 
 SIZE_QUERIES = frozenset(
     "size numel nelement dim ndimension stride storage_offset getattr len len__ getitem sym_size "
@@ -37,7 +35,6 @@ SHAPE_MUTATORS = frozenset(
     "squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ as_strided_ "
     "rename_ detach_".split()
 )
-EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 @dataclass(frozen=True)
@@ -67,135 +64,6 @@ def analyse(
     return Analysis(traced, analyzer.verdicts)
 
 
-class _RowTracker(TorchDispatchMode):
-    """Watches the ATen operators of one node and carries states through them."""
-
-    def __init__(self, analyzer: _Analyzer, states: dict[int, State]) -> None:
-        super().__init__()
-        self.analyzer = analyzer
-        self.states = states
-        self.fault: NotRowwise | None = None
-        self.random = False
-        self.has_kernel = False
-        self.mutated: set[int] = set()
-        self.operators: list[str] = []
-        self._alive: list[Any] = []  # ids are only unique while the tensors live
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if _is_query(func, out):
-            return out
-        self._alive.append((args, kwargs, out))
-        named = _bind(func, args, kwargs)
-        self._note(func, named)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        try:
-            states = self._judge(func, named, out)
-            self._check(func, outputs, states)
-        except NotRowwise as fault:
-            self.fault = self.fault or fault
-            states = [self.analyzer.shape_state(leaf) for leaf in outputs]
-        for leaf, state in zip(outputs, states, strict=True):
-            self.states[id(leaf)] = state
-        return out
-
-    def _note(self, func: Any, named: dict[str, Any]) -> None:
-        """What the operator does besides computing: randomness, writes, kernels."""
-        name = func._schema.name
-        self.operators.append(name)
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        short = name.rpartition("::")[2]
-        self.has_kernel |= not (func.is_view or short in EMPTY)
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in tree_leaves(named.get(argument.name)):
-                    if isinstance(leaf, torch.Tensor):
-                        self.mutated.add(leaf.untyped_storage()._cdata)
-
-    def _judge(self, func: Any, named: dict[str, Any], out: Any) -> Sequence[State]:
-        analyzer = self.analyzer
-        namespace, _, name = func._schema.name.rpartition("::")
-        short = name.rstrip("_") if func._schema.is_mutable else name
-        if any(is_unbacked(leaf) for leaf in tree_leaves(out)) or (
-            torch.Tag.data_dependent_output in func.tags
-        ):
-            raise NotRowwise(BreakReason.DATA_DEPENDENT, f"{name} makes a size from data")
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotRowwise(BreakReason.RANDOM, f"{name} draws random numbers")
-        opcall = OpCall(
-            short, named, out, self.states, analyzer.token, analyzer.traced.size_symbols
-        )
-        if is_attention_name(namespace, name):
-            raise NotRowwise(BreakReason.ATTENTION, name)
-        if analyzer.is_rowwise_aten(func._schema.name):
-            return [analyzer.shape_state(leaf) for leaf in opcall.outputs]
-        for tensor in opcall.tensors:
-            opcall.axis(tensor)  # refuses one whose shape could not be placed
-        analyzer.refuse_foreign_scalars(name, named)
-        if self._token_free(opcall):
-            analyzer.refuse_token_scalars(name, named)
-            if namespace == "aten":
-                return [None] * len(opcall.outputs)
-        if namespace == "aten":
-            found = RULES.get(f"{short}.{func._overloadname}") or RULES.get(short)
-            if found is None and torch.Tag.pointwise in func.tags:
-                found = pointwise
-            if found is not None:
-                no_host_values(opcall)
-                return list(found(opcall))
-        raise NotRowwise(BreakReason.UNKNOWN, f"{namespace}.{name}")
-
-    def _token_free(self, opcall: OpCall) -> bool:
-        token = self.analyzer.token
-        return all(self.states.get(id(t)) is None for t in opcall.tensors) and (
-            token is None or not any(token in layout_symbols(out) for out in opcall.outputs)
-        )
-
-    def _check(self, func: Any, outputs: list[torch.Tensor], states: Sequence[State]) -> None:
-        """A rule may not claim an axis that the shape contradicts."""
-        for leaf, state in zip(outputs, states, strict=True):
-            problem = self.analyzer.contradiction(leaf, state)
-            if problem is not None:
-                raise NotRowwise(problem.reason, f"{func._schema.name}: {problem.detail}")
-
-
-def _is_query(func: Any, out: Any) -> bool:
-    """Whether an operator only asks for a size, a device and the like, known without any data."""
-    return (
-        out is not None
-        and not func._schema.is_mutable
-        and torch.Tag.data_dependent_output not in func.tags
-        and not any(
-            isinstance(leaf, torch.Tensor) or is_unbacked(leaf) for leaf in tree_leaves(out)
-        )
-    )
-
-
-def is_attention_name(namespace: str, name: str) -> bool:
-    """Whether an ATen operator is one of the fused attentions."""
-    return namespace == "aten" and "attention" in name
-
-
-def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by schema name, defaults included."""
-    named: dict[str, Any] = {}
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            named[argument.name] = args[position]
-        elif argument.name in kwargs:
-            named[argument.name] = kwargs[argument.name]
-        else:
-            named[argument.name] = argument.default_value
-    return named
-
-
 class _Analyzer:
     """Verdicts for one graph, with a memory of the signatures already judged."""
 
@@ -203,7 +71,7 @@ class _Analyzer:
         self, traced: TracedGraph, break_ops: tuple[Any, ...], rowwise_ops: tuple[Any, ...]
     ) -> None:
         self.traced = traced
-        self.token = traced.token_symbol
+        self.axes = Axes(traced.token_symbol, traced.size_symbols)
         self.verdicts: dict[fx.Node, Verdict] = {}
         self.is_marked: Callable[[fx.Node], bool] = matcher(break_ops)
         self.is_marked_aten = aten_matcher(break_ops)
@@ -211,44 +79,6 @@ class _Analyzer:
         self.is_rowwise_aten = aten_matcher(rowwise_ops)
         self.device_type = traced.device.type
         self._known: dict[Any, Verdict] = {}
-
-    # --- states ---------------------------------------------------------------------------------
-
-    def shape_state(self, tensor: torch.Tensor) -> State:
-        return shape_state(tensor, self.token, self.traced.size_symbols)
-
-    def contradiction(self, tensor: torch.Tensor, state: State) -> Opaque | None:
-        """Why ``state`` cannot be that of ``tensor``, judging by its shape; None if it can."""
-        if isinstance(state, Opaque):
-            return state
-        from_shape = self.shape_state(tensor)
-        if from_shape == state:
-            return None
-        if isinstance(state, TokenAxis) and isinstance(from_shape, Opaque):
-            sizes = [expr_of(size) for size in tensor.shape]
-            others = [size for dim, size in enumerate(sizes) if dim != state.dim]
-            flattened = sympy.expand(sympy.sympify(sizes[state.dim]) - state.outer * self.token)
-            if flattened == 0 and self.token not in free_symbols(tuple(others)):
-                return None
-        if isinstance(from_shape, Opaque):
-            return from_shape
-        return Opaque(BreakReason.UNKNOWN, f"its token axis is not where expected ({state})")
-
-    def refuse_foreign_scalars(self, name: str, named: dict[str, Any]) -> None:
-        """A number that changes between calls may not be baked into a capture."""
-        for argument, value in named.items():
-            foreign = free_symbols(_scalars_in(value)) - self.traced.size_symbols
-            if foreign:
-                names = ", ".join(sorted(map(str, foreign)))
-                raise NotRowwise(BreakReason.HOST_SCALAR, f"{name} depends on {names} ({argument})")
-
-    def refuse_token_scalars(self, name: str, named: dict[str, Any]) -> None:
-        """The token count used as a value by an operator without a token axis."""
-        for argument, value in named.items():
-            if self.token is not None and self.token in free_symbols(_scalars_in(value)):
-                raise NotRowwise(
-                    BreakReason.HOST_SCALAR, f"{name} uses the token count as a value ({argument})"
-                )
 
     # --- verdicts -------------------------------------------------------------------------------
 
@@ -263,7 +93,9 @@ class _Analyzer:
 
     def _source(self, value: Any) -> Verdict:
         states = tuple(
-            self.shape_state(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)
+            self.axes.shape_state(leaf)
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, torch.Tensor)
         )
         return Verdict(Kind.SOURCE, states=states, has_kernel=False)
 
@@ -289,7 +121,7 @@ class _Analyzer:
 
     def _judge_call(self, node: fx.Node, value: Any) -> Verdict:
         outputs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        by_shape = tuple(self.shape_state(leaf) for leaf in outputs)
+        by_shape = tuple(self.axes.shape_state(leaf) for leaf in outputs)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._higher_order(node, by_shape)
         if _changes_shape_in_place(node):
@@ -341,13 +173,13 @@ class _Analyzer:
         draws = reason is not BreakReason.ATTENTION
         return Verdict(Kind.BREAK, reason, name, states, mutates=tuple(range(writes)), random=draws)
 
-    def _track(self, node: fx.Node) -> tuple[_RowTracker, Any]:
+    def _track(self, node: fx.Node) -> tuple[RowTracker, Any]:
         states: dict[int, State] = {}
         for arg in node.all_input_nodes:
             leaves = [x for x in tree_leaves(value_of(arg)) if isinstance(x, torch.Tensor)]
             for leaf, state in zip(leaves, self.verdicts[arg].states, strict=False):
                 states[id(leaf)] = state
-        tracker = _RowTracker(self, states)
+        tracker = RowTracker(self.axes, states, self.is_rowwise_aten)
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         fake_mode = self.traced.fake_mode
         with ExitStack() as stack:
@@ -373,7 +205,7 @@ class _Analyzer:
                 result = value_of(node)
         return tracker, result
 
-    def _named_fault(self, node: fx.Node, tracker: _RowTracker) -> NotRowwise | None:
+    def _named_fault(self, node: fx.Node, tracker: RowTracker) -> NotRowwise | None:
         """What the operator's name or the user says, before what it decomposes into."""
         marked = next((name for name in tracker.operators if self.is_marked_aten(name)), None)
         if self.is_marked(node) or marked:
@@ -392,7 +224,7 @@ class _Analyzer:
                 tracker.fault = None
                 for leaf in tree_leaves(value_of(node)):
                     if isinstance(leaf, torch.Tensor):
-                        tracker.states[id(leaf)] = self.shape_state(leaf)
+                        tracker.states[id(leaf)] = self.axes.shape_state(leaf)
         return None
 
     def _placement(self, node: fx.Node, outputs: list[torch.Tensor]) -> NotRowwise | None:
@@ -413,12 +245,12 @@ class _Analyzer:
         if len(outputs) != len(states):
             return NotRowwise(BreakReason.UNKNOWN, "its results do not match the recorded ones")
         for tensor, state in zip(outputs, states, strict=True):
-            problem = self.contradiction(tensor, state)
+            problem = self.axes.contradiction(tensor, state)
             if problem is not None:
                 return NotRowwise(problem.reason, problem.detail)
         return None
 
-    def _mutated(self, node: fx.Node, tracker: _RowTracker) -> tuple[int, ...]:
+    def _mutated(self, node: fx.Node, tracker: RowTracker) -> tuple[int, ...]:
         return tuple(
             index
             for index, arg in enumerate(_tensor_args(node))
@@ -492,7 +324,3 @@ def _tensor_args(node: fx.Node) -> list[fx.Node]:
         if value_of(arg) is not MISSING
         and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value_of(arg)))
     ]
-
-
-def _scalars_in(value: Any) -> tuple[Any, ...]:
-    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, SYMBOLIC))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import GraphError
 from .normalize import find_fake_mode, normalize, value_of
-from .symbols import expr_of, free_symbols, is_unbacked, size_exprs, substitute
+from .symbols import Bindings, expr_of, free_symbols, is_unbacked, size_exprs, substitute
 
 
 class Role(Enum):
@@ -114,7 +114,32 @@ class TracedGraph:
         """Symbols that decide, with the token count, whether the graph is valid."""
         return frozenset().union(*(free_symbols(guard) for guard in self.guards()))
 
-    def holds_at(self, bindings: dict[sympy.Symbol, int]) -> str | None:
+    def broken_guard(self, real: Bindings, bucket: Bindings) -> str | None:
+        """A guard that no call with a bucket's token count can fulfil, or None.
+
+        ``real`` are the sizes of this call, ``bucket`` those that a segment depends on. Segments
+        are valid at the bucket when *some* call of that many tokens is traced the same way, so the
+        sizes they do not depend on (a mask's length, the past) may be as they are, or grow with
+        the padding. Breaks keep the real sizes, which Dynamo has checked.
+        """
+        if self.token_symbol is None:
+            return None
+        num_tokens = real[self.token_symbol]
+        padding = bucket[self.token_symbol] - num_tokens
+        others = {symbol: size for symbol, size in real.items() if symbol not in bucket}
+        problem = None
+        for grows in (
+            lambda size: False,
+            lambda size: size == num_tokens,
+            lambda s: s >= num_tokens,
+        ):
+            moved = {s: size + padding if grows(size) else size for s, size in others.items()}
+            problem = self.holds_at({**moved, **bucket})
+            if problem is None:
+                return None
+        return problem
+
+    def holds_at(self, bindings: Bindings) -> str | None:
         """The first guard that ``bindings`` breaks, as text, or None when all hold."""
         for guard in self.guards():
             if substitute(guard, bindings) != sympy.true:

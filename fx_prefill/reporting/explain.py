@@ -185,7 +185,8 @@ def _describe(
     unusable = {}
     if traced.token_symbol is not None:
         for bucket in options.ladder:
-            problem = traced.holds_at({**hints, traced.token_symbol: bucket})
+            sizes = {s: n for s, n in hints.items() if s in traced.size_symbols}
+            problem = traced.broken_guard(hints, {**sizes, traced.token_symbol: bucket})
             if problem is not None:
                 unusable[bucket] = problem
     return GraphReport(

@@ -16,7 +16,10 @@ def source_line(node: fx.Node) -> str:
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return ""
-    last = frames[-1]
+    own = [frame for frame in frames if not frame["file"].endswith("fx_prefill/tracing.py")]
+    if not own:
+        return ""
+    last = own[-1]
     code = trace[last.end() :].strip().splitlines()
     where = f"{PurePath(last['file']).name}:{last['line']}"
     return f"{where} {code[0].strip()}" if code else where

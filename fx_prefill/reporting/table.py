@@ -130,13 +130,15 @@ def _footnotes(graph: GraphReport) -> list[str]:
         )
     if graph.buckets:
         usable = [b for b in graph.buckets if b not in graph.unusable_buckets]
-        notes.append(f"  buckets: {_ladder(usable)}; longer forwards run eagerly")
+        notes.append(f"  buckets: {_ladder(usable)}; forwards that fit none run eagerly")
     for bucket, problem in list(graph.unusable_buckets.items())[:4]:
         notes.append(f"  bucket {bucket} is not used: the traced graph needs {problem}")
     if graph.compiler:
         notes.append(f"  compiler {graph.compiler}, {graph.compile_seconds:.1f} s")
     if graph.replays or graph.fallbacks:
-        replays = ", ".join(f"{bucket}: {count}" for bucket, count in graph.replays.items())
+        replays = ", ".join(
+            f"{bucket or 'exact size'}: {count}" for bucket, count in graph.replays.items()
+        )
         notes.append(
             f"  replays by bucket {{{replays}}}, {graph.real_rows} real and "
             f"{graph.padded_rows} padded rows"

@@ -77,6 +77,11 @@ def build_plan(
         gm = user_pass(gm, example_inputs)
     traced = trace(gm, example_inputs)
     analysis = analyse(traced, options.break_ops, options.rowwise_ops)
+    if analysis.unmatched:
+        log.warning(
+            "break_ops and rowwise_ops: nothing in this graph answers to %s",
+            ", ".join(analysis.unmatched),
+        )
     return partition(analysis)
 
 

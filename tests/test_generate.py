@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -77,6 +78,12 @@ def test_an_operator_may_be_named_in_any_way(entry: Any) -> None:
 
 def test_a_composite_operator_may_be_named_by_its_aten_name() -> None:
     assert marked_operators("aten::linear") == ["linear"] * 7 * BY_NAME["llama"].num_layers
+
+
+def test_a_name_that_nothing_answers_to_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="fx_prefill"):
+        assert marked_operators("aten::no_such_operator") == []
+    assert "aten::no_such_operator" in caplog.text
 
 
 def test_a_name_without_a_namespace_is_an_error() -> None:

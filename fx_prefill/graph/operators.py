@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,34 +50,48 @@ def is_attention(node: fx.Node) -> bool:
     return (registered or torch_function) and any(word in short for word in ATTENTION_WORDS)
 
 
-def matcher(entries: tuple[Any, ...]) -> Callable[[fx.Node], bool]:
-    """A test of a node against the entries of ``break_ops`` or ``rowwise_ops``."""
-    entries = tuple(getattr(entry, "_opoverload", entry) for entry in entries)
-    predicates = [entry for entry in entries if _is_predicate(entry)]
-    operators = [entry for entry in entries if not _is_predicate(entry)]
-    names = {_normal(operator_name(entry)) for entry in operators if _has_own_name(entry)}
-    identities = {id(entry) for entry in operators}
+class Matcher:
+    """Tests nodes against the entries of ``break_ops`` or ``rowwise_ops``; knows what matched."""
+
+    def __init__(self, entries: tuple[Any, ...]) -> None:
+        # An operator made by torch.library.custom_op keeps the registered one inside.
+        self._entries = [getattr(entry, "_opoverload", entry) for entry in entries]
+        self._matched: set[int] = set()
+
+    def node(self, node: fx.Node) -> bool:
+        """Whether an entry names the operator of a node, or a predicate accepts the node."""
+        return self._note([_names(entry, node) for entry in self._entries])
+
+    def operator(self, name: str) -> bool:
+        """Whether an entry names a registered operator that a node decomposes into."""
+        return self._note([_has_own_name(e) and _same_name(e, name) for e in self._entries])
+
+    def unmatched(self) -> tuple[str, ...]:
+        """Entries that never matched anything."""
+        left = [e for i, e in enumerate(self._entries) if i not in self._matched]
+        return tuple(operator_name(entry) for entry in left)
+
+    def _note(self, hits: list[bool]) -> bool:
+        self._matched.update(index for index, hit in enumerate(hits) if hit)
+        return any(hits)
+
+
+def _names(entry: Any, node: fx.Node) -> bool:
+    if _is_predicate(entry):
+        return bool(entry(node))
+    if node.target is entry or (node.op == "call_method" and _method_of(node) is entry):
+        return True
+    if not _has_own_name(entry):
+        return False
+    if not isinstance(node.target, str) and _has_own_name(node.target):
+        return _same_name(entry, operator_name(node.target))
     # F.linear, x.cumsum(...) and the like are recorded as they are written.
-    aten = {name.rpartition("::")[2] for name in names if name.startswith("aten::")}
-
-    def matches(node: fx.Node) -> bool:
-        if id(node.target) in identities or _method_of(node) in identities:
-            return True
-        if not isinstance(node.target, str) and _has_own_name(node.target):
-            if _normal(operator_name(node.target)) in names:
-                return True
-        elif short_name(node) in aten:
-            return True
-        return any(predicate(node) for predicate in predicates)
-
-    return matches
+    namespace, _, short = _normal(operator_name(entry)).rpartition("::")
+    return namespace == "aten" and short == short_name(node)
 
 
-def aten_matcher(entries: tuple[Any, ...]) -> Callable[[str], bool]:
-    """A test of a registered operator's name against the same entries."""
-    entries = tuple(getattr(entry, "_opoverload", entry) for entry in entries)
-    names = {_normal(operator_name(e)) for e in entries if _has_own_name(e)}
-    return lambda name: _normal(name) in names
+def _same_name(entry: Any, name: str) -> bool:
+    return _normal(operator_name(entry)) == _normal(name)
 
 
 def _normal(name: str) -> str:
@@ -93,10 +106,8 @@ def _has_own_name(entry: Any) -> bool:
     return isinstance(entry, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
-def _method_of(node: fx.Node) -> int | None:
-    if node.op != "call_method":
-        return None
-    return id(getattr(torch.Tensor, str(node.target), None))
+def _method_of(node: fx.Node) -> Any:
+    return getattr(torch.Tensor, str(node.target), None)
 
 
 def _is_predicate(entry: Any) -> bool:

@@ -9,7 +9,7 @@ signature: the second decoder layer costs a dictionary look-up per node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .autocast import autocast_of, entered
 from .normalize import MISSING, call, value_of
-from .operators import aten_matcher, is_attention, matcher, operator_name, short_name
+from .operators import Matcher, is_attention, operator_name, short_name
 from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked
 from .trace import TracedGraph
 from .tracker import Axes, RowTracker
@@ -39,10 +39,14 @@ SHAPE_MUTATORS = frozenset(
 
 @dataclass(frozen=True)
 class Analysis:
-    """A traced graph with a verdict for every node."""
+    """A traced graph with a verdict for every node.
+
+    ``unmatched`` names the entries of ``break_ops`` and ``rowwise_ops`` that no node answers to.
+    """
 
     traced: TracedGraph
     verdicts: dict[fx.Node, Verdict]
+    unmatched: tuple[str, ...] = ()
 
     def state(self, node: fx.Node) -> State:
         """State of a node whose value is one tensor."""
@@ -61,7 +65,8 @@ def analyse(
     for node in traced.module.graph.nodes:
         if node.op != "output":
             analyzer.judge(node)
-    return Analysis(traced, analyzer.verdicts)
+    unmatched = (*analyzer.marked.unmatched(), *analyzer.rowwise.unmatched())
+    return Analysis(traced, analyzer.verdicts, unmatched)
 
 
 class _Analyzer:
@@ -73,10 +78,8 @@ class _Analyzer:
         self.traced = traced
         self.axes = Axes(traced.token_symbol, traced.size_symbols)
         self.verdicts: dict[fx.Node, Verdict] = {}
-        self.is_marked: Callable[[fx.Node], bool] = matcher(break_ops)
-        self.is_marked_aten = aten_matcher(break_ops)
-        self.is_rowwise: Callable[[fx.Node], bool] = matcher(rowwise_ops)
-        self.is_rowwise_aten = aten_matcher(rowwise_ops)
+        self.marked = Matcher(break_ops)
+        self.rowwise = Matcher(rowwise_ops)
         self.device_type = traced.device.type
         self._known: dict[Any, Verdict] = {}
 
@@ -167,7 +170,7 @@ class _Analyzer:
         name = operator_name(node.target)
         writes = len(_tensor_args(node)) if "mutation" in name or "effects" in name else 0
         reason = BreakReason.ATTENTION if is_attention(node) else BreakReason.UNKNOWN
-        if self.is_marked(node):
+        if self.marked.node(node):
             reason = BreakReason.MARKED
         # A body may draw random numbers; an attention's does not.
         draws = reason is not BreakReason.ATTENTION
@@ -179,7 +182,7 @@ class _Analyzer:
             leaves = [x for x in tree_leaves(value_of(arg)) if isinstance(x, torch.Tensor)]
             for leaf, state in zip(leaves, self.verdicts[arg].states, strict=False):
                 states[id(leaf)] = state
-        tracker = RowTracker(self.axes, states, self.is_rowwise_aten)
+        tracker = RowTracker(self.axes, states, self.rowwise.operator)
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         fake_mode = self.traced.fake_mode
         with ExitStack() as stack:
@@ -207,12 +210,12 @@ class _Analyzer:
 
     def _named_fault(self, node: fx.Node, tracker: RowTracker) -> NotRowwise | None:
         """What the operator's name or the user says, before what it decomposes into."""
-        marked = next((name for name in tracker.operators if self.is_marked_aten(name)), None)
-        if self.is_marked(node) or marked:
+        marked = next((name for name in tracker.operators if self.marked.operator(name)), None)
+        if self.marked.node(node) or marked:
             return NotRowwise(BreakReason.MARKED, marked or operator_name(node.target))
         if is_attention(node):
             return NotRowwise(BreakReason.ATTENTION, operator_name(node.target))
-        if self.is_rowwise(node) and tracker.fault is not None:
+        if self.rowwise.node(node) and tracker.fault is not None:
             # The user's word covers what rows do, not sizes that depend on data or memory.
             placed = not any(
                 isinstance(state, Opaque)
@@ -263,7 +266,7 @@ class _Analyzer:
 
     def _signature(self, node: fx.Node) -> Any:
         """Everything a verdict depends on; None when it cannot be compared."""
-        if self.is_marked(node) or self.is_rowwise(node):
+        if self.marked.node(node) or self.rowwise.node(node):
             return None
         leaves, spec = tree_flatten((node.args, dict(node.kwargs)), is_leaf=_is_slice)
         parts: list[Any] = [node.op, node.target, autocast_of(node), str(spec)]

@@ -11,10 +11,6 @@ class OptionError(FxPrefillError, ValueError):
     """An option is unknown, has the wrong type, or contradicts another."""
 
 
-class MissingExtraError(FxPrefillError, ImportError):
-    """An optional dependency is needed and not installed."""
-
-
 class GraphError(FxPrefillError):
     """The traced graph has a form the pass cannot read; says which node."""
 

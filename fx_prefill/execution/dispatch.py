@@ -39,6 +39,9 @@ MAX_RECAPTURES = 8
 """Times that moved weights are captured again before the graph stays eager."""
 
 
+MAX_KNOWN_GUARDS = 4096
+"""Answers kept on whether a bucket may serve a call of given sizes."""
+
 _whole_ladder: ContextVar[bool] = ContextVar("fx_prefill_whole_ladder", default=False)
 
 
@@ -169,6 +172,8 @@ class PrefillRuntime:
         known = self._guards.get((key, others), MISSING)
         if known is MISSING:
             known = self._traced.broken_guard(self._traced.symbol_values(args), self._bindings(key))
+            if len(self._guards) >= MAX_KNOWN_GUARDS:
+                self._guards.clear()
             self._guards[(key, others)] = known
             if known is not None:
                 log.info("bucket %s is not used: the traced graph needs %s", key[0], known)
@@ -331,6 +336,7 @@ class PrefillRuntime:
                 raise PaddingError(f"segments failed their check at a bucket: {text}")
             log.warning("segments that failed their check at a bucket run eagerly: %s", text)
             self.compiled = self.compiled.demote(leaks)
+            # Made for the plan before: a bucket of one token has no padded row to check.
         token = self._traced.token_symbol
         self._verified = token is None or bindings[token] > 1
 

@@ -20,9 +20,9 @@ from .extract import Source, extract
 from .normalize import value_of
 from .placement import Placement, place
 from .rowwise import Analysis
-from .symbols import expr_of, is_scalar
+from .symbols import is_scalar
 from .trace import TracedGraph
-from .verdict import BreakReason, Kind, State, Verdict
+from .verdict import BreakReason, State, Verdict
 
 
 @dataclass(frozen=True)
@@ -322,6 +322,3 @@ def _crosses(node: fx.Node, index: int, home: dict[fx.Node, int]) -> bool:
     if not isinstance(value, torch.Tensor) and not is_scalar(value):
         return False
     return any(user.op == "output" or home.get(user, index) != index for user in node.users)
-
-
-__all__ = ["Kind", "Partition", "PartitionPlan", "expr_of", "partition"]

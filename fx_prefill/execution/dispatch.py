@@ -336,7 +336,6 @@ class PrefillRuntime:
                 raise PaddingError(f"segments failed their check at a bucket: {text}")
             log.warning("segments that failed their check at a bucket run eagerly: %s", text)
             self.compiled = self.compiled.demote(leaks)
-            # Made for the plan before: a bucket of one token has no padded row to check.
         token = self._traced.token_symbol
         self._verified = token is None or bindings[token] > 1
 

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .backend import breakable_prefill, build_plan, registry
-from .errors import NotCompiledError
+from .errors import NotCompiledError, OptionError
 from .execution.dispatch import PrefillRuntime, whole_ladder
 from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
@@ -41,6 +41,7 @@ class CompiledPrefill:
         target: Callable[..., Any],
         options: Mapping[str, Any],
         token_dims: Mapping[str | int, int] | None,
+        module_guards: bool = True,
     ) -> None:
         self.module = target
         self.options: Options = parse_options(options)
@@ -48,8 +49,11 @@ class CompiledPrefill:
         self._call = target._call_impl if isinstance(target, torch.nn.Module) else target
         self._frame = fresh_frame(self._call)
         self._graphs: list[weakref.ref[Graph]] = []
+        given = dict(options)
+        if not module_guards:
+            given["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
         self._compiled = torch.compile(
-            self._frame, backend=_remembering(self._graphs), options=dict(options)
+            self._frame, backend=_remembering(self._graphs), options=given
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +72,15 @@ class CompiledPrefill:
         return _describe(self.graphs)
 
     def warmup(self, *args: Any, **kwargs: Any) -> Report:
-        """Run one forward with these arguments and capture every bucket of its graph."""
+        """Run one forward with these arguments and capture every bucket of its graph.
+
+        Without arguments, capture what earlier calls queued (``capture="queued"``).
+        """
+        if not args and not kwargs:
+            for graph in self.graphs:
+                if isinstance(graph, PrefillRuntime):
+                    graph.capture_queued()
+            return self.report()
         with whole_ladder(), torch.no_grad():
             self(*args, **kwargs)
         return self.report()
@@ -97,13 +109,16 @@ def compile(
     model: Callable[..., Any],
     *,
     token_dims: Mapping[str | int, int] | None = None,
+    module_guards: bool = True,
     **options: Any,
 ) -> CompiledPrefill:
     """Compile a model the recommended way: one trace for all lengths, in place for a module.
 
     ``options`` are those of the backend (see the README). ``token_dims`` names the token dimension
     of inputs by argument name or position where the default rule of
-    :func:`fx_prefill.tracing.mark_tokens` does not find it. Raises OptionError for bad options.
+    :func:`fx_prefill.tracing.mark_tokens` does not find it. ``module_guards=False`` takes your word
+    that no attribute of the module changes between calls (its weights are checked all the same):
+    PyTorch then looks at the inputs alone. Raises OptionError for bad options.
     """
     if isinstance(model, CompiledPrefill):
         raise TypeError("this model is compiled already; call undo() on it first")
@@ -114,7 +129,9 @@ def compile(
             f"{type(model).__name__} is compiled already, by fx_prefill.compile or module.compile; "
             "undo that first"
         )
-    compiled = CompiledPrefill(model, options, token_dims)
+    if not isinstance(module_guards, bool):
+        raise OptionError(f"module_guards is {module_guards!r}; accepted: True or False")
+    compiled = CompiledPrefill(model, options, token_dims, module_guards)
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = compiled
     return compiled

@@ -12,6 +12,7 @@ from torch import fx
 from .errors import FallbackError, GraphError
 from .execution.compile import SegmentCache, compile_plan
 from .execution.dispatch import FallbackReason, PrefillRuntime
+from .graph.masks import drop_causal_masks
 from .graph.partition import PartitionPlan, partition
 from .graph.rowwise import analyse
 from .graph.trace import static_indices, trace
@@ -75,7 +76,7 @@ def build_plan(
     """Trace, analyse and partition: all that can be known before anything is compiled."""
     for user_pass in options.passes.pre_partition:
         gm = user_pass(gm, example_inputs)
-    traced = trace(gm, example_inputs)
+    traced = drop_causal_masks(trace(gm, example_inputs), options.max_tokens)
     analysis = analyse(traced, options.break_ops, options.rowwise_ops)
     if analysis.unmatched:
         log.warning(

@@ -27,6 +27,14 @@ class CaptureError(FxPrefillError):
     """A segment could not be recorded; names the segment and the bucket."""
 
 
+class CaptureOutOfMemory(CaptureError):
+    """A capture ran out of memory; names the bytes, what is free, and the options to lower."""
+
+
+class BenchError(FxPrefillError):
+    """A benchmark was asked for something it does not have; says what there is."""
+
+
 class FallbackError(FxPrefillError):
     """Under ``strict``, a forward that would have run eagerly; says why."""
 

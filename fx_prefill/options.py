@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from .buckets import choose, default_ladder
@@ -13,7 +15,8 @@ Compiler = Callable[..., Any]
 Pass = Callable[..., Any]
 
 COMPILERS = ("inductor", "eager")
-CAPTURE_MODES = ("lazy", "all")
+CAPTURE_MODES = ("lazy", "all", "queued")
+MEMORY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PASS_STAGES = ("pre_partition", "post_partition")
 DEFAULT_MAX_TOKENS = 2048
 DEFAULT_MAX_PADDING_RATIO = 2.0
@@ -39,10 +42,16 @@ class Options:
     break_ops: tuple[Any, ...] = ()
     rowwise_ops: tuple[Any, ...] = ()
     capture: str = "lazy"
+    capture_attention: bool | None = None
+    max_graph_memory: int | None = None
+    specialize: tuple[int, ...] = ()
+    max_autotune: bool = False
+    progress: bool | None = None
+    pin_weights: bool = False
     passes: Passes = field(default_factory=Passes)
     strict: bool = False
 
-    @property
+    @cached_property
     def ladder(self) -> tuple[int, ...]:
         """Sorted bucket sizes in tokens; empty when replay is disabled."""
         return self.buckets if self.buckets is not None else default_ladder(self.max_tokens)
@@ -75,7 +84,14 @@ def parse_options(raw: Mapping[str, Any] | None) -> Options:
                 f"{top}, which is the ceiling; give one of the two, or make them equal"
             )
         checked["max_tokens"] = top
-    return Options(**checked)
+    options = Options(**checked)
+    foreign = sorted(set(options.specialize) - set(options.ladder))
+    if foreign:
+        raise OptionError(
+            f"option 'specialize' names {', '.join(map(str, foreign))}, which no bucket has; the "
+            f"buckets are {', '.join(map(str, options.ladder)) or 'none (max_tokens=0)'}"
+        )
+    return options
 
 
 def _fail(name: str, value: object, accepted: str) -> OptionError:
@@ -93,14 +109,14 @@ def _check_max_tokens(value: Any) -> int:
     return int(value)
 
 
-def _check_buckets(value: Any) -> tuple[int, ...] | None:
+def _check_buckets(value: Any, name: str = "buckets") -> tuple[int, ...] | None:
     if value is None:
         return None
     accepted = "a non-empty sequence of whole token counts of at least 1"
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
-        raise _fail("buckets", value, accepted)
+        raise _fail(name, value, accepted)
     if not value or not all(_is_int(size) and size >= 1 for size in value):
-        raise _fail("buckets", value, accepted)
+        raise _fail(name, value, accepted)
     return tuple(sorted(set(value)))
 
 
@@ -167,6 +183,33 @@ def _check_passes(value: Any) -> Passes:
     return Passes(**stages)
 
 
+def _check_choice(name: str, decider: str) -> Callable[[Any], bool | None]:
+    def check(value: Any) -> bool | None:
+        if value is not None and not isinstance(value, bool):
+            raise _fail(name, value, f"True, False, or None to let {decider} decide")
+        return value
+
+    return check
+
+
+def _check_memory(value: Any) -> int | None:
+    accepted = "a whole number of bytes of at least 1, text like '512MiB' or '2GiB', or None"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w+)\s*", value)
+        if match is None or match[2] not in MEMORY_UNITS:
+            raise _fail("max_graph_memory", value, accepted)
+        value = int(float(match[1]) * MEMORY_UNITS[match[2]])
+    if not _is_int(value) or value < 1:
+        raise _fail("max_graph_memory", value, accepted)
+    return int(value)
+
+
+def _check_specialize(value: Any) -> tuple[int, ...]:
+    return () if value is None or value == () else _check_buckets(value, "specialize") or ()
+
+
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "max_tokens": _check_max_tokens,
     "buckets": _check_buckets,
@@ -176,6 +219,12 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "break_ops": _check_ops("break_ops"),
     "rowwise_ops": _check_ops("rowwise_ops"),
     "capture": _check_capture,
+    "capture_attention": _check_choice("capture_attention", "the device"),
+    "max_graph_memory": _check_memory,
+    "specialize": _check_specialize,
+    "max_autotune": _check_bool("max_autotune"),
+    "pin_weights": _check_bool("pin_weights"),
+    "progress": _check_choice("progress", "the terminal"),
     "passes": _check_passes,
     "strict": _check_bool("strict"),
 }

@@ -486,7 +486,7 @@ def test_nan_in_padded_rows_stays_there(middle: Middle) -> None:
     planted = 0
     for n in (17, 2, 40, 63):
         for runtime in runtimes():
-            for buffers in runtime._buffers.values():
+            for buffers in runtime._captures._buffers.values():
                 for memory in buffers._memory:
                     if memory.flat.is_floating_point():
                         memory.flat.fill_(float("nan"))
@@ -503,7 +503,7 @@ def test_tails_are_cleared_of_an_earlier_longer_forward() -> None:
     module(rows(40))
     module(rows(17))
     (runtime,) = runtimes()
-    (buffers,) = runtime._buffers.values()
+    (buffers,) = runtime._captures._buffers.values()
     for role, node in buffers.values:
         if role != "result":
             flat = buffers.slot(role, node).flat.view(-1, WIDTH)
@@ -873,7 +873,9 @@ def _both_sides(x: torch.Tensor) -> torch.Tensor:
     outside = x @ TABLE[:WIDTH]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = x @ TABLE[:WIDTH]
-    return torch.cat([outside, inside.float() - outside], -1)[..., WIDTH:] * 1000
+    # Whether the precision was lower, not by how much: that depends on how a kernel rounds.
+    lower = ((inside.float() - outside).abs().amax(-1, keepdim=True) > 1e-4).float()
+    return outside + lower
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,7 @@ def test_llama_whole() -> None:
 break (embedding gather): embedding
 segment 0: add x4, arange, cat x3, cos, expand x3, float, getitem x8, linear x3, matmul, mean,
     mul x8, neg x2, pow, reshape x2, rsqrt, sin, to x5, transpose x4, unsqueeze x3, view x3
-break (attention, crosses tokens, only a break reads it): add x3, and_ x2, arange x4, cumsum,
-    diff, eq, expand, getitem x6, le, ne, new_ones, scaled_dot_product_attention, sub, to x2,
-    unsqueeze
+break (attention): scaled_dot_product_attention
 segment 1: add x6, cat x2, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
     x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
 break (attention): scaled_dot_product_attention
@@ -93,15 +91,17 @@ def test_llama_inner_with_a_cache() -> None:
         plan_text(report),
         """\
 break (embedding gather): embedding
-segment 0: add x4, arange, cat x5, cos, expand x3, float, getitem x8, linear x3, matmul, mean,
-    mul x8, neg x2, pow, reshape x2, rsqrt, sin, to x5, transpose x4, unsqueeze x3, view x3
-break (attention, crosses tokens, only a break reads it): add x2, arange x2, expand, getitem x2,
-    le, scaled_dot_product_attention
-segment 1: add x6, cat x4, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
-    x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
+segment 0: add x4, arange, cat x3, clone x2, cos, expand x3, float, getitem x8, linear x3,
+    matmul, mean, mul x8, neg x2, pow, reshape x2, rsqrt, sin, to x5, transpose x4, unsqueeze
+    x3, view x3
 break (attention): scaled_dot_product_attention
-segment 1: add x6, cat x4, contiguous x2, expand x2, getitem x6, linear x7, mean x2, mul x9, neg
-    x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view x3
+segment 1: add x6, cat x2, clone x2, contiguous x2, expand x2, getitem x6, linear x7, mean x2,
+    mul x9, neg x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view
+    x3
+break (attention): scaled_dot_product_attention
+segment 1: add x6, cat x2, clone x2, contiguous x2, expand x2, getitem x6, linear x7, mean x2,
+    mul x9, neg x2, pow x2, reshape x3, rsqrt x2, silu, to x4, transpose x4, unsqueeze x2, view
+    x3
 break (attention): scaled_dot_product_attention
 segment 2: add x4, contiguous x2, linear x4, mean x2, mul x5, pow x2, reshape, rsqrt x2, silu,
     to x4, transpose""",
@@ -127,8 +127,7 @@ break (attention, crosses tokens, only a break reads it): add x3, and_ x4, arang
 segment 1: add x16, cat x2, contiguous x2, expand x2, float x12, gelu, getitem x6, linear x7,
     mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, to x2, transpose x4, type_as x6,
     unsqueeze x2, view x3
-break (attention, crosses tokens, only a break reads it): add x2, and_ x2, arange x3, cumsum,
-    diff, eq, expand, getitem x6, le, ne, new_ones, scaled_dot_product_attention, sub, to x2
+break (attention): scaled_dot_product_attention
 segment 2: add x16, cat x2, contiguous x2, expand x2, float x12, gelu, getitem x6, linear x7,
     mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, transpose x4, type_as x6, unsqueeze
     x2, view x3

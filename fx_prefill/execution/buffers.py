@@ -208,10 +208,32 @@ def writer(target: torch.Tensor) -> Callable[[torch.Tensor], Any]:
     return lambda source: writable.copy_(first(source))
 
 
-class Buffers:
-    """All slots of one plan for one batch, allocated once for the largest bucket."""
+class PaddingRows:
+    """A bool vector on the device that tells padded rows: true from the real count on."""
 
-    def __init__(self, memory: MemoryPlan, top: Bindings) -> None:
+    def __init__(self, max_tokens: int, device: torch.device) -> None:
+        self.rows = torch.ones(max_tokens, dtype=torch.bool, device=device)
+        self._count = 0
+
+    def set(self, num_tokens: int) -> None:
+        """Mark the rows from ``num_tokens``; no work while the count stays the same."""
+        if num_tokens > self._count:
+            self.rows[self._count : num_tokens].fill_(False)
+        elif num_tokens < self._count:
+            self.rows[num_tokens : self._count].fill_(True)
+        self._count = num_tokens
+
+
+class Buffers:
+    """All slots of one plan for one batch, allocated once for the largest bucket.
+
+    ``padding`` is there for a plan whose segments zero their padded rows.
+    """
+
+    def __init__(
+        self, memory: MemoryPlan, top: Bindings, padding: PaddingRows | None = None
+    ) -> None:
+        self.padding = padding
         # Made outside inference mode, so that they can be written inside and outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._memory = [SlotMemory(slot, top) for slot in memory.slots]
@@ -220,6 +242,12 @@ class Buffers:
         self.addresses = frozenset(
             memory.flat.untyped_storage().data_ptr() for memory in self._memory
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        held = sum(m.flat.numel() * m.flat.element_size() for m in self._memory)
+        return held + (0 if self.padding is None else self.padding.rows.numel())
 
     @property
     def values(self) -> tuple[tuple[str, fx.Node], ...]:

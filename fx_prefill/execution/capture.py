@@ -19,7 +19,8 @@ run in plan order on one stream.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -27,7 +28,9 @@ import torch
 
 from ..errors import CaptureError
 from .buffers import writer
-from .compile import SegmentFn
+from .compile import BoundSegment, SegmentFn
+
+log = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
@@ -53,15 +56,36 @@ class Recorder(Protocol):
     """Whether outputs go to buffers given to ``record``, or to memory of the recorder's own."""
 
     def record(
-        self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
+        self, segment: BoundSegment, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> Recording:
-        """Bind ``function`` to inputs whose addresses will not change."""
+        """Record ``segment`` on inputs whose addresses will not change."""
 
     def is_capturing(self) -> bool:
         """Whether the caller is recording something of its own right now."""
 
     def order(self) -> None:
         """Make this call's device work come after that of the last call."""
+
+    def num_bytes(self) -> int:
+        """Bytes of memory of the recorder's own."""
+
+
+def whole_graph(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """``function`` as one CUDA graph in a pool of its own; itself where there are no graphs.
+
+    For measuring what a replay is compared with.
+    """
+    if device.type != "cuda":
+        return function
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
 
 
 def recorder_for(device: torch.device) -> Recorder:
@@ -98,15 +122,18 @@ class CopyRecorder:
     takes_buffers = True
 
     def record(
-        self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
+        self, segment: BoundSegment, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> CopyRecording:
-        return CopyRecording(function, inputs, outputs)
+        return CopyRecording(segment.run, inputs, outputs)
 
     def is_capturing(self) -> bool:
         return False
 
     def order(self) -> None:
         """Host work is in order."""
+
+    def num_bytes(self) -> int:
+        return 0
 
 
 # --- CUDA graphs --------------------------------------------------------------------------------
@@ -116,7 +143,8 @@ class CudaGraphRecording:
     """One captured segment."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, owned: Sequence[torch.Tensor]) -> None:
-        self.replay = graph.replay
+        # The method of the C++ class, without the Python one around it.
+        self.replay = super(torch.cuda.CUDAGraph, graph).replay
         self.outputs = tuple(_unowned(tensor) for tensor in owned)
         self._owned: list[torch.Tensor | None] = list(owned)
 
@@ -133,27 +161,32 @@ class CudaGraphRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._last_stream: torch.cuda.Stream | None = None
+        self._index = self._stream.device_index
+        self._last_stream = 0
+        self._last: torch.cuda.Stream | None = None
 
     def record(
-        self, function: SegmentFn, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
+        self, segment: BoundSegment, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> CudaGraphRecording:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):
-            function(*inputs)  # all compiling, tuning and loading happens here, not in the capture
-            recording = self._capture(function, inputs)
-            # Later recordings warm up on these outputs: they must hold what a segment computes.
-            recording.replay()
-        current.wait_stream(self._stream)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):
+                segment.warm_up(*inputs)  # compiles, tunes and loads all that the capture needs
+                recording = self._capture(segment.run, inputs)
+                # Later recordings warm up on these outputs: they must hold what a segment computes.
+                recording.replay()
+        finally:
+            current.wait_stream(self._stream)
         return recording
 
     def _capture(self, function: SegmentFn, inputs: Sequence[Any]) -> CudaGraphRecording:
         graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 results = _apart(function(*inputs), inputs)
+                graph.capture_end()
             except Exception as error:
                 _abandon(graph)
                 if isinstance(error, torch.OutOfMemoryError):
@@ -161,17 +194,27 @@ class CudaGraphRecorder:
                 raise CaptureError(
                     f"a segment cannot be captured: {type(error).__name__}: {error}"
                 ) from error
-            graph.capture_end()
         return CudaGraphRecording(graph, results)
+
+    def num_bytes(self) -> int:
+        pool = tuple(self._pool)
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == pool
+        )
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def order(self) -> None:
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw == self._last_stream and self._last is not None:
+            return
         current = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None and self._last_stream != current:
-            current.wait_stream(self._last_stream)
-        self._last_stream = current
+        if self._last is not None:
+            current.wait_stream(self._last)
+        self._last_stream, self._last = raw, current
 
 
 @contextmanager
@@ -189,9 +232,11 @@ def _no_garbage_collection() -> Iterator[None]:
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """End a capture that failed; ending it fails too, and what matters was raised already."""
     try:
-        graph.capture_end()
-    except RuntimeError:
-        graph.reset()
+        if torch.cuda.is_current_stream_capturing():
+            graph.capture_end()
+    except RuntimeError as error:
+        log.debug("ending a failed capture: %s", error)
+    graph.reset()
 
 
 def _apart(results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:

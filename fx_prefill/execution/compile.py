@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
@@ -18,18 +18,31 @@ import torch
 from torch import fx
 
 from ..errors import SegmentCompileError
+from ..graph.causal import causal_breaks, zero_padding
+from ..graph.extract import Source, SourceKind
 from ..graph.normalize import value_of
 from ..graph.operators import operator_name
 from ..graph.partition import Partition, PartitionPlan
-from ..graph.symbols import expr_of, is_scalar
+from ..graph.symbols import Bindings, expr_of, is_scalar
 from ..options import Options
+from .breaks import BreakBody, break_body
 
 log = logging.getLogger(__name__)
 
-DEFAULT_COMPILERS = {"cuda": "inductor"}
-"""Segment compiler by device type; eager elsewhere."""
-
 SegmentFn = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class BoundSegment:
+    """A segment at given sizes; ``warm_up`` does once what ``run`` does, as far as it is new."""
+
+    run: SegmentFn
+    warm_up: SegmentFn
+
+
+def nothing_new(*args: Any) -> Sequence[torch.Tensor]:
+    """The warm-up of a segment that ran before at the same sizes."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -41,15 +54,53 @@ class CompiledSegment:
     seconds: float
     compiler: str
 
+    def bind(self, bindings: Bindings) -> BoundSegment:
+        """The function at given sizes; an artifact serves all sizes."""
+        return BoundSegment(self.function, self.function)
+
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A plan whose segments can run; ``demoted`` says why a planned segment runs eagerly."""
+    """A plan whose segments can run; ``demoted`` says why a planned segment runs eagerly.
+
+    ``causal`` are the breaks that may be captured with the segments around them.
+    """
 
     plan: PartitionPlan
     partitions: tuple[Partition, ...]
     segments: dict[int, CompiledSegment]
     demoted: dict[int, str]
+    causal: frozenset[int] = frozenset()
+    bodies: dict[int, BreakBody] = field(default_factory=dict)
+
+    def break_body(self, part: Partition, direct: Sequence[int]) -> BreakBody:
+        """The body of a break; ``direct`` are results that may be made in their handoffs."""
+        if part.index not in self.bodies:
+            self.bodies[part.index] = break_body(part, direct)
+        return self.bodies[part.index]
+
+    @cached_property
+    def needs_padding(self) -> bool:
+        """Whether a segment reads which rows are padded."""
+        sources = [source for part in self.partitions for source in part.inputs]
+        return any(source.kind is SourceKind.PADDING for source in sources)
+
+    @cached_property
+    def steps_before_confirming(self) -> int:
+        """Partitions up to the first segment, if running them twice changes nothing; else 0."""
+        for position, part in enumerate(self.partitions):
+            if part.is_segment:
+                return position + 1
+            if not all(self.plan.verdicts[node].pure for node in part.nodes):
+                return 0
+        return 0
+
+    @cached_property
+    def read_live(self) -> frozenset[fx.Node]:
+        """Values that a break or the caller reads as they are made, not from a buffer."""
+        sources = [s for part in self.partitions if not part.is_segment for s in part.inputs]
+        sources += [result for result in self.plan.results if isinstance(result, Source)]
+        return frozenset(s.node for s in sources if s.kind is SourceKind.VALUE)  # type: ignore[misc]
 
     def demote(self, numbers: dict[int, str]) -> CompiledPlan:
         """The same plan with the distinct segments ``numbers`` run as breaks, and why."""
@@ -65,6 +116,7 @@ class CompiledPlan:
             ),
             segments={i: s for i, s in self.segments.items() if i not in reasons},
             demoted={**self.demoted, **reasons},
+            bodies={},
         )
 
 
@@ -96,16 +148,55 @@ def compile_plan(plan: PartitionPlan, options: Options, cache: SegmentCache) -> 
     A segment that the compiler rejects runs its own operators instead, with a warning; under
     ``strict`` that is a SegmentCompileError.
     """
-    compiler = options.compiler or DEFAULT_COMPILERS.get(plan.traced.device.type, "eager")
+    compiler = compiler_for(plan, options)
     numbers: dict[Any, int] = {}
     segments = {}
-    for part in plan.segments:
+    causal = causal_breaks(plan) if captures_attention(plan, options) else {}
+    partitions = _with_zeroed_padding(plan, causal)
+    for part in partitions:
+        if not part.is_segment:
+            continue
         key = structural_key(plan, part)
         number = numbers.setdefault(key, len(numbers))
         ambient = (_name(compiler), compiler, options.passes, _autocast_state())
         function, seconds = cache.get((key, ambient), partial(_compile, part, compiler, options))
         segments[part.index] = CompiledSegment(number, function, seconds, _name(compiler))
-    return CompiledPlan(plan, plan.partitions, segments, {})
+    return CompiledPlan(plan, partitions, segments, {}, frozenset(causal))
+
+
+def fuses(compiled: CompiledPlan) -> bool:
+    """Whether the segment compiler keeps fused values out of memory."""
+    return any(segment.compiler != "eager" for segment in compiled.segments.values())
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether segments become device graphs; a model on the meta device is meant for such one."""
+    return device.type in ("cuda", "meta")
+
+
+def captures_attention(plan: PartitionPlan, options: Options) -> bool:
+    """Whether causal attention is captured at some bucket."""
+    if options.capture_attention is None:
+        return has_graphs(plan.traced.device)
+    return options.capture_attention
+
+
+def compiler_for(plan: PartitionPlan, options: Options) -> Any:
+    """What compiles the segments of a plan."""
+    default = "inductor" if has_graphs(plan.traced.device) else "eager"
+    return options.compiler or default
+
+
+def _with_zeroed_padding(
+    plan: PartitionPlan, causal: dict[int, tuple[fx.Node, ...]]
+) -> tuple[Partition, ...]:
+    hidden = {node for nodes in causal.values() for node in nodes}
+    return tuple(
+        zero_padding(plan, part, tuple(hidden))
+        if part.is_segment and not hidden.isdisjoint(part.outputs)
+        else part
+        for part in plan.partitions
+    )
 
 
 def _name(compiler: Any) -> str:

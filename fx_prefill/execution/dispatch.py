@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,19 +18,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
 from torch._dynamo.utils import counters
 
-from ..errors import FallbackError, PaddingError
-from ..graph.normalize import MISSING, value_of
-from ..graph.partition import Partition
-from ..graph.symbols import evaluate_sizes, size_exprs
+from ..errors import FallbackError
+from ..graph.normalize import MISSING
 from ..options import Options
-from .buffers import Buffers, plan_memory
+from .bound import MOVED
 from .capture import Recorder, recorder_for
-from .compile import CompiledPlan, CompiledSegment
+from .captures import Captures, Key, out_of_memory_or_wrong
+from .compile import CompiledPlan
+from .progress import progress
 from .replay import BucketProgram
-from .verify import find_leak
+from .weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +61,7 @@ class FallbackReason(str, Enum):
     PADDING_OFF = "padding is off and no bucket has this size"
     PADDING_RATIO = "the bucket is above max_padding_ratio"
     GUARD = "the traced graph is not valid at the bucket"
+    MASK = "the attention mask is not causal at this count"
     TRAINING = "gradients are needed"
     UNREADABLE = "the traced graph has a form the pass cannot read"
     WEIGHTS_CHANGED = "a weight changed its shape or keeps moving"
@@ -70,6 +69,8 @@ class FallbackReason(str, Enum):
     NO_SEGMENT = "nothing in the graph can be captured"
     CAPTURE_FAILED = "recording a segment failed"
     REENTERED = "called again from inside a replay"
+    QUEUED = "its bucket waits to be captured by the next warmup()"
+    MEMORY = "its bucket is above max_graph_memory"
     CALLER_CAPTURES = "the caller is capturing a graph of its own"
 
     def __str__(self) -> str:
@@ -87,28 +88,22 @@ class Counts:
     recaptures: int = 0
 
 
-Key = tuple[int | None, tuple[int, ...]]
-"""Bucket (None for a static graph) and batch sizes."""
-
-
 class PrefillRuntime:
     """A compiled plan and the programs of its buckets; what the backend hands to Dynamo."""
 
     def __init__(self, compiled: CompiledPlan, options: Options, recorder: Recorder | None = None):
-        self.compiled = compiled
         self.options = options
         self.counts = Counts()
         self.refused = _refusal(compiled, options)
         self._traced = compiled.plan.traced
         self._recorder = recorder or recorder_for(compiled.plan.traced.device)
-        self._programs: dict[Key, BucketProgram] = {}
-        self._buffers: dict[tuple[int, ...], Buffers] = {}
-        self._addresses: list[int] = []
-        self._weights: list[weakref.ref[torch.Tensor]] = []
+        self._captures = Captures(compiled, options, self._recorder)
+        self._queue: dict[Key, None] = {}
+        self._weights = Weights(self._traced)
         self._weights_fit = True
-        self._verified = False
         self._unusable: dict[Key, FallbackReason] = {}
         self._guards: dict[Any, Any] = {}
+        self._claims: dict[tuple[tuple[int, ...], int | None], bool] = {}
         self._guard_symbols: frozenset[Any] | None = None
         self._lock = threading.RLock()
         self._running = False
@@ -119,30 +114,38 @@ class PrefillRuntime:
                 return self._fall_back(FallbackReason.REENTERED, args)
             self._running = True
             try:
-                return self._run(args)
+                return self._run(list(args))
             finally:
                 self._running = False
 
     # --- one forward ----------------------------------------------------------------------------
 
-    def _run(self, args: Sequence[Any]) -> Any:
-        decision = self.decide(args)
+    def _run(self, args: list[Any]) -> Any:
+        # Held memory cannot be freed, so what is launched on it may be looked at afterwards.
+        late = self._weights.held
+        decision = self.decide(args, weights_later=late)
         if isinstance(decision, FallbackReason):
             return self._fall_back(decision, args)
         num_tokens = self._num_tokens(args)
         program = self._program(decision, args)
-        if program is None:
-            reason = self.refused or self._unusable.get(decision, FallbackReason.GUARD)
-            return self._fall_back(reason, args)
-        bucket = decision[0]
+        if isinstance(program, FallbackReason):
+            return self._fall_back(program, args)
+        confirm = (lambda: self._weights.in_place(args)) if late else None
+        result = program.run(args, num_tokens, confirm)
+        if result is MOVED:
+            self._weights.let_go()
+            return self._run(args)
+        self._count(decision[0], num_tokens)
+        return result
+
+    def _count(self, bucket: int | None, num_tokens: int | None) -> None:
         counters["fx_prefill"]["replay"] += 1
         self.counts.replays[bucket or 0] += 1
         if bucket is not None and num_tokens is not None:
             self.counts.real_rows += num_tokens
             self.counts.padded_rows += bucket - num_tokens
-        return program.run(args, num_tokens)
 
-    def decide(self, args: Sequence[Any]) -> Key | FallbackReason:
+    def decide(self, args: list[Any], weights_later: bool = False) -> Key | FallbackReason:
         """The program for a call, or the reason why none may serve it."""
         if self.refused is not None:
             return self.refused
@@ -150,16 +153,24 @@ class PrefillRuntime:
             return FallbackReason.CALLER_CAPTURES
         if any(float(args[i]) != number for i, number in self._traced.folded.items()):
             return FallbackReason.MODULE_FLOAT
-        if not self._weights_in_place(args):
+        if not weights_later and not self._weights_usable(args):
             return FallbackReason.WEIGHTS_CHANGED
         num_tokens = self._num_tokens(args)
         bucket = self._bucket(num_tokens)
         if isinstance(bucket, FallbackReason):
             return bucket
         key = (bucket, self._batch(args))
+        if bucket is not None and not self._fits(bucket, key[1]):
+            return FallbackReason.MEMORY
         if self._broken_guard(key, args) is not None:
             return FallbackReason.GUARD
+        if not self._claims_hold(key[1], num_tokens):
+            return FallbackReason.MASK
         return self._unusable.get(key, key)
+
+    def _fits(self, bucket: int, batch: tuple[int, ...]) -> bool:
+        top = self._captures.top(batch)
+        return top is not None and bucket <= top
 
     def _broken_guard(self, key: Key, args: Sequence[Any]) -> str | None:
         """The guard of the traced graph that a bucket breaks, given this call's other sizes."""
@@ -171,12 +182,25 @@ class PrefillRuntime:
             others = (*others, self._num_tokens(args))
         known = self._guards.get((key, others), MISSING)
         if known is MISSING:
-            known = self._traced.broken_guard(self._traced.symbol_values(args), self._bindings(key))
+            known = self._traced.broken_guard(
+                self._traced.symbol_values(args), self._captures.bindings(key)
+            )
             if len(self._guards) >= MAX_KNOWN_GUARDS:
                 self._guards.clear()
             self._guards[(key, others)] = known
             if known is not None:
                 log.info("bucket %s is not used: the traced graph needs %s", key[0], known)
+        return known
+
+    def _claims_hold(self, batch: tuple[int, ...], num_tokens: int | None) -> bool:
+        """Note [A claim is checked at every count], in ``graph/masks.py``."""
+        if not self._traced.claims:
+            return True
+        known = self._claims.get((batch, num_tokens))
+        if known is None:
+            sizes = self._captures.bindings((num_tokens, batch))
+            known = all(claim.holds(sizes) for claim in self._traced.claims)
+            self._claims[(batch, num_tokens)] = known
         return known
 
     def _num_tokens(self, args: Sequence[Any]) -> int | None:
@@ -217,143 +241,101 @@ class PrefillRuntime:
 
     def reads(self, tensors: frozenset[int]) -> bool:
         """Whether a weight of the last call is among these tensors, given by ``id``."""
-        return any(id(ref()) in tensors for ref in self._weights if ref() is not None)
+        return self._weights.among(tensors)
 
     # --- weights --------------------------------------------------------------------------------
 
-    def _weights_in_place(self, args: Sequence[Any]) -> bool:
-        """Note [Addresses are checked]: a moved weight is never read at its old place."""
-        static = [args[i] for i in self._traced.static_indices]
-        addresses = [tensor.data_ptr() for tensor in static]
-        if addresses == self._addresses:
+    def _weights_usable(self, args: list[Any]) -> bool:
+        """Whether captures can read the weights of this call; moved ones are captured again."""
+        if self._weights.in_place(args):
             return self._weights_fit
-        if self._programs:
+        if self._captures.programs:
             self.counts.recaptures += 1
             log.warning(
                 "%d weights have moved since capture; %s",
-                sum(a != b for a, b in zip(addresses, self._addresses, strict=True)),
+                self._weights.num_moved(args),
                 "the graph is captured again"
                 if self.counts.recaptures <= MAX_RECAPTURES
                 else "they keep moving, so the graph now runs eagerly",
             )
-            self._programs.clear()
-        self._addresses = addresses
-        self._weights = [weakref.ref(tensor) for tensor in static]
-        self._weights_fit = self.counts.recaptures <= MAX_RECAPTURES and self._weights_have_shape(
-            args
-        )
+            self._captures.forget()
+        self._weights.remember(args)
+        self._weights_fit = self.counts.recaptures <= MAX_RECAPTURES and self._weights.fit(args)
+        if self.options.pin_weights and self._weights_fit:
+            self._weights.hold(args)
         return self._weights_fit
-
-    def _weights_have_shape(self, args: Sequence[Any]) -> bool:
-        for index in self._traced.static_indices:
-            traced, live = value_of(self._traced.placeholders[index]), args[index]
-            if traced.dtype != live.dtype or traced.device != live.device:
-                return False
-            if evaluate_sizes(size_exprs(traced), {}) != tuple(live.shape):
-                return False
-            if traced.stride() != live.stride():
-                return False
-        return True
 
     # --- capture --------------------------------------------------------------------------------
 
-    def _program(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
-        known = self._programs.get(key)
-        if _whole_ladder.get() or (self.options.capture == "all" and not self._programs):
-            self._capture_ladder(key[1], args)
-            known = self._programs.get(key)
-        return known or self._capture(key, args)
+    @property
+    def compiled(self) -> CompiledPlan:
+        """The plan as it is compiled; what failed its check runs eagerly in it."""
+        return self._captures.compiled
 
     @property
     def captured(self) -> tuple[Key, ...]:
         """Buckets, with their batch, that are ready to replay."""
-        return tuple(self._programs)
+        return tuple(self._captures.programs)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that buffers and captured graphs take now."""
+        return self._captures.num_bytes
+
+    def capture_queued(self) -> None:
+        """Capture the buckets that calls asked for and did not get, largest first.
+
+        Does nothing once the weights those calls had are gone.
+        """
+        with self._lock:
+            static = self._weights.arguments()
+            if static is not None:
+                keys = sorted(self._queue, key=lambda key: -(key[0] or 0))
+                for key in progress(keys, self.options.progress):
+                    self._capture(key, static)
+                self._queue.clear()
+
+    def _program(self, key: Key, args: Sequence[Any]) -> BucketProgram | FallbackReason:
+        known = self._captures.programs.get(key)
+        wanted = _whole_ladder.get() or self.options.capture == "all"
+        if _whole_ladder.get() or (wanted and not self._captures.programs):
+            self._capture_ladder(key[1], args)
+            known = self._captures.programs.get(key)
+        if known is not None:
+            return known
+        if self.options.capture == "queued" and not _whole_ladder.get():
+            self._queue[key] = None
+            return FallbackReason.QUEUED
+        return self._capture(key, args) or self.refused or self._unusable[key]
 
     def _capture_ladder(self, batch: tuple[int, ...], args: Sequence[Any]) -> None:
-        has_tokens = self._traced.token_symbol is not None
-        for bucket in reversed(self.options.ladder) if has_tokens else (None,):
-            if (bucket, batch) not in self._programs and (bucket, batch) not in self._unusable:
-                self._capture((bucket, batch), args)
+        top = self._captures.top(batch)
+        ladder: list[int | None] = [None]
+        if self._traced.token_symbol is not None:
+            ladder = [b for b in reversed(self.options.ladder) if top is not None and b <= top]
+        missing = [
+            (bucket, batch)
+            for bucket in ladder
+            if (bucket, batch) not in self._captures.programs
+            and (bucket, batch) not in self._unusable
+            and self._broken_guard((bucket, batch), args) is None
+        ]
+        for key in progress(missing, self.options.progress):
+            self._capture(key, args)
 
     def _capture(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
-        bindings = self._bindings(key)
-        if self._broken_guard(key, args) is not None:
-            return None
         try:
-            self._verify(bindings, args)
+            self._captures.check(key, args)
             if not self.compiled.segments:
                 self.refused = FallbackReason.NO_SEGMENT
                 return None
-            buffers = self._buffers_for(key, bindings)
-            program = BucketProgram(self.compiled, buffers, self._recorder, args, bindings)
-        except (PaddingError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            if self.options.strict:
+            return self._captures.make(key, args)
+        except Exception as error:
+            if self.options.strict or out_of_memory_or_wrong(error):
                 raise
             log.exception("bucket %s could not be captured; it runs eagerly", key[0])
             self._unusable[key] = FallbackReason.CAPTURE_FAILED
             return None
-        self._programs[key] = program
-        return program
-
-    def _bindings(self, key: Key) -> dict[Any, int]:
-        bucket, batch = key
-        bindings = dict(zip(self._traced.batch_symbols, batch, strict=True))
-        if self._traced.token_symbol is not None and bucket is not None:
-            bindings[self._traced.token_symbol] = bucket
-        return bindings
-
-    def _buffers_for(self, key: Key, bindings: dict[Any, int]) -> Buffers:
-        batch = key[1]
-        if batch not in self._buffers:
-            top = dict(bindings)
-            if self._traced.token_symbol is not None:
-                top[self._traced.token_symbol] = self.options.ladder[-1]
-            memory = plan_memory(
-                self.compiled.plan, self.compiled.partitions, self._recorder.takes_buffers
-            )
-            self._buffers[batch] = Buffers(memory, top)
-        return self._buffers[batch]
-
-    def _verify(self, bindings: dict[Any, int], args: Sequence[Any]) -> None:
-        """Check the padding proof once for every distinct segment; demote what fails."""
-        if self._verified:
-            return
-        leaks: dict[int, str] = {}
-        checked: set[int] = set()
-        for part in self.compiled.partitions:
-            segment = self.compiled.segments.get(part.index)
-            if segment is None or segment.number in checked:
-                continue
-            checked.add(segment.number)
-            leak = self._leak(part, segment, bindings, args)
-            if leak is not None:
-                leaks[segment.number] = leak
-        if leaks:
-            text = "; ".join(f"segment {number}: {leak}" for number, leak in leaks.items())
-            if self.options.strict:
-                raise PaddingError(f"segments failed their check at a bucket: {text}")
-            log.warning("segments that failed their check at a bucket run eagerly: %s", text)
-            self.compiled = self.compiled.demote(leaks)
-        token = self._traced.token_symbol
-        self._verified = token is None or bindings[token] > 1
-
-    def _leak(
-        self,
-        part: Partition,
-        segment: CompiledSegment,
-        bindings: dict[Any, int],
-        args: Sequence[Any],
-    ) -> str | None:
-        try:
-            leak = find_leak(self.compiled.plan, part, segment.function, args, bindings)
-            return leak and f"padded rows reach real rows at {leak}"
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            # Rows nobody asked for must not be able to stop a forward either.
-            return f"it fails with garbage in padded rows ({type(error).__name__}: {error})"
 
 
 def _refusal(compiled: CompiledPlan, options: Options) -> FallbackReason | None:

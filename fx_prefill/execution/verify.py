@@ -6,12 +6,15 @@ behind them. Real rows of all results must be equal to the bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..errors import PaddingError
 from ..graph.autocast import ENTER, EXIT
 from ..graph.extract import SourceKind
 from ..graph.normalize import value_of
@@ -27,12 +30,74 @@ from ..graph.symbols import (
 )
 from ..graph.verdict import TokenAxis
 from .buffers import copy_into, extent, outer_count, rows
-from .compile import SegmentFn
+from .compile import CompiledPlan, SegmentFn, structural_key
+
+log = logging.getLogger(__name__)
 
 LARGEST_INDEX = 1024
 LARGE = 1000.0
 """Scale of the second garbage: what leaks only above a threshold shows."""
 SEED = 0
+
+
+def checked_plan(
+    compiled: CompiledPlan, bindings: Bindings, static: Sequence[Any], *, strict: bool
+) -> CompiledPlan:
+    """The plan with segments that fail the check as breaks, and breaks that fail not captured.
+
+    ``static`` are call arguments of which the weights are read. Raises PaddingError if ``strict``.
+    """
+    leaks: dict[int, str] = {}
+    seen: set[int] = set()
+    for part in compiled.partitions:
+        segment = compiled.segments.get(part.index)
+        if segment is not None and segment.number not in seen:
+            seen.add(segment.number)
+            leak = _leak(compiled, part, segment.function, bindings, static)
+            if leak is not None:
+                leaks[segment.number] = leak
+    if leaks:
+        text = "; ".join(f"segment {number}: {leak}" for number, leak in leaks.items())
+        if strict:
+            raise PaddingError(f"segments failed their check at a bucket: {text}")
+        log.warning("segments that failed their check at a bucket run eagerly: %s", text)
+        compiled = compiled.demote(leaks)
+    return _check_attention(compiled, bindings, static)
+
+
+def _check_attention(
+    compiled: CompiledPlan, bindings: Bindings, static: Sequence[Any]
+) -> CompiledPlan:
+    """Attention that does not hide what comes after a row is not captured."""
+    found: dict[Any, str | None] = {}
+    leaking = set()
+    for part in compiled.partitions:
+        if part.index in compiled.causal:
+            key = structural_key(compiled.plan, part)
+            if key not in found:
+                found[key] = _leak(compiled, part, part.module.forward, bindings, static)
+            if found[key]:
+                leaking.add(part.index)
+    for leak in filter(None, found.values()):
+        log.warning("attention is not captured: %s", leak)
+    return replace(compiled, causal=compiled.causal - leaking)
+
+
+def _leak(
+    compiled: CompiledPlan,
+    part: Partition,
+    function: SegmentFn,
+    bindings: Bindings,
+    static: Sequence[Any],
+) -> str | None:
+    try:
+        leak = find_leak(compiled.plan, part, function, static, bindings)
+        return leak and f"padded rows reach real rows at {leak}"
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Rows nobody asked for must not be able to stop a forward either.
+        return f"it fails with garbage in padded rows ({type(error).__name__}: {error})"
 
 
 def find_leak(
@@ -72,12 +137,17 @@ def _garbage_pair(
 ) -> tuple[list[Any], list[Any]]:
     """Two argument lists that differ only in the padded rows of token-shaped inputs."""
     limit = _index_limit(plan, part)
+    token = plan.traced.token_symbol
+    assert token is not None
     generator = torch.Generator().manual_seed(SEED)
     first: list[Any] = []
     second: list[Any] = []
     for source in part.inputs:
         if source.kind is SourceKind.SCALAR:
             value = other = evaluate_scalar(source.expr, bindings)
+        elif source.kind is SourceKind.PADDING:
+            rows_at = torch.arange(bindings[token], device=plan.traced.device)
+            value = other = rows_at >= num_tokens
         elif source.static:
             value = other = source.constant if source.constant is not None else static[source.index]
         else:

@@ -19,7 +19,7 @@ from torch import fx
 from ..errors import GraphError
 from .autocast import copy_under_autocast
 from .normalize import value_of
-from .symbols import Expr, evaluate_scalar, expr_of, is_scalar
+from .symbols import Bindings, Expr, evaluate_scalar, expr_of, is_scalar
 from .trace import Role, TracedGraph
 from .verdict import Kind, Verdict
 
@@ -41,6 +41,9 @@ class SourceKind(Enum):
     VALUE = "value"
     """A result of another partition."""
 
+    PADDING = "padding"
+    """A bool vector on the device: true for the padded rows of the bucket."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -52,6 +55,12 @@ class Source:
     expr: Expr = None
     constant: torch.Tensor | None = None
     static: bool = False
+
+    def value(self, args: Sequence[Any], sizes: Bindings) -> Any:
+        """What needs no memory of ours: a number at given sizes, a weight, a constant."""
+        if self.kind is SourceKind.SCALAR:
+            return evaluate_scalar(self.expr, sizes)
+        return self.constant if self.kind is SourceKind.CONSTANT else args[self.index]
 
     @staticmethod
     def of(traced: TracedGraph, verdicts: dict[fx.Node, Verdict], node: fx.Node) -> Source:

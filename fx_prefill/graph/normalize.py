@@ -8,6 +8,7 @@ The caller's graph is never touched: it stays whole for eager fallback, and a co
 * autocast regions become marks on their nodes;
 * nodes that only set interpreter state (grad mode, API logging) are dropped: everything here is
   compiled and run without gradients;
+* a ``cat`` with nothing (a KV cache filled for the first time) becomes a copy;
 * a tuple of tensors is only ever read through ``getitem``, so that no tuple has to cross a
   partition boundary.
 """
@@ -61,6 +62,7 @@ def normalize(
     lift_regions(copy.graph)
     _fold_floats(copy.graph, folded)
     _propagate_missing(copy, fake_mode)
+    _drop_empty_parts(copy.graph)
     _untuple(copy.graph)
     copy.graph.lint()
     copy.recompile()
@@ -230,6 +232,31 @@ def call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
     raise GraphError(f"cannot run a {node.op} node: {node.format_node()}")
+
+
+def _drop_empty_parts(graph: fx.Graph) -> None:
+    """Turn a ``cat`` of empty tensors and one other into a copy of that one.
+
+    A KV cache that is filled for the first time puts the new rows behind nothing.
+    """
+    for node in graph.nodes:
+        parts = node.args[0] if node.op == "call_function" and node.args else None
+        if node.target is not torch.cat or not isinstance(parts, (list, tuple)):
+            continue
+        values = [value_of(part) for part in parts if isinstance(part, fx.Node)]
+        full = [part for part in parts if not _is_empty(value_of(part))]
+        result = value_of(node)
+        if len(values) != len(parts) or len(full) != 1 or len(parts) < 2:
+            continue
+        if value_of(full[0]).dtype == result.dtype and result.is_contiguous():
+            node.target = torch.clone
+            node.args, node.kwargs = (full[0],), {"memory_format": torch.contiguous_format}
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(size, int) and size == 0 for size in value.shape
+    )
 
 
 def _untuple(graph: fx.Graph) -> None:

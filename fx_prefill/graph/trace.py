@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import GraphError
 from .normalize import find_fake_mode, normalize, value_of
 from .symbols import Bindings, expr_of, free_symbols, is_unbacked, size_exprs, substitute
+
+if TYPE_CHECKING:
+    from .masks import MaskClaim
 
 
 class Role(Enum):
@@ -49,7 +52,8 @@ class TracedGraph:
     """A normalised graph and what its shapes say.
 
     ``token_symbol`` is None for a fully static graph. ``folded`` maps the index of a 0-d float
-    input to the number compiled in, which a call must still hold.
+    input to the number compiled in, which a call must still hold. ``claims`` are the masks that
+    were taken for causal.
     """
 
     module: fx.GraphModule
@@ -61,6 +65,7 @@ class TracedGraph:
     sources: dict[sympy.Symbol, SymbolSource]
     folded: dict[int, float] = field(default_factory=dict)
     fake_mode: FakeTensorMode | None = None
+    claims: tuple[MaskClaim, ...] = ()
 
     @property
     def live(self) -> tuple[fx.Node, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from ..execution.buffers import HANDOFF, INPUT, RESULT, plan_memory, value_bytes
+from ..execution.captures import planned_bytes
 from ..execution.compile import structural_key
 from ..execution.dispatch import Counts, FallbackReason, PrefillRuntime
 from ..graph.operators import short_name
@@ -64,6 +65,7 @@ class GraphReport:
     compiler: str = ""
     compile_seconds: float = 0.0
     buffer_bytes: int = 0
+    graph_bytes_estimate: int = 0
     refused: str | None = None
     captured: tuple[int, ...] = ()
     replays: dict[int, int] = field(default_factory=dict)
@@ -196,6 +198,7 @@ def _describe(
         buckets=options.ladder if traced.token_symbol is not None else (),
         unusable_buckets=unusable,
         buffer_bytes=memory.num_bytes(top),
+        graph_bytes_estimate=planned_bytes(plan, options, top) if segments else 0,
         refused=refused,
     )
 

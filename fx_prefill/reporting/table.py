@@ -33,7 +33,7 @@ def _headline(graph: GraphReport) -> str:
     return (
         f"{graph.num_segments} segments ({graph.num_distinct_segments} distinct), "
         f"{graph.num_breaks} breaks; {axis}{batch}; "
-        f"buffers {format_bytes(graph.buffer_bytes)} at the largest bucket"
+        f"about {format_bytes(graph.graph_bytes_estimate)} of memory for all buckets"
     )
 
 

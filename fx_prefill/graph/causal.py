@@ -1,0 +1,149 @@
+"""Finds breaks whose attention is causal by flag, and makes them safe to run on padded rows.
+
+Note [Causal attention hides the padding]
+
+Padded rows come after all real ones, and a causal attention lets a row see itself and the rows
+before it. So real rows do not depend on padded ones, and such a break may be captured at the size
+of the bucket, with the segments around it. One thing is left: a kernel multiplies what is hidden
+by a weight of zero, and zero times NaN is NaN. So the segments that make keys and values set their
+padded rows to zero, in the kernel that writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .extract import Source, SourceKind
+from .masks import attends_to_itself, sdpa_arguments
+from .normalize import value_of
+from .partition import Partition, PartitionPlan
+from .symbols import evaluate_sizes, stride_exprs
+from .verdict import BreakReason, TokenAxis
+
+CHOSEN = frozenset({BreakReason.FEEDS_BREAK, BreakReason.NOT_TOKEN_SHAPED})
+"""Reasons of row-wise nodes that are in a break by choice."""
+
+
+def causal_breaks(plan: PartitionPlan) -> dict[int, tuple[fx.Node, ...]]:
+    """Breaks that may be captured at a bucket, with the keys and values to zero for each."""
+    makers = {node: part for part in plan.segments for node in part.outputs}
+    found = {}
+    for part in plan.breaks:
+        if _reads_only_segments(part, makers):
+            hidden = _hidden(plan, part, makers)
+            if hidden is not None:
+                found[part.index] = hidden
+    return found
+
+
+def _reads_only_segments(part: Partition, makers: dict[fx.Node, Partition]) -> bool:
+    return all(
+        source.kind is SourceKind.SCALAR or source.static or source.node in makers
+        for source in part.inputs
+    )
+
+
+def _hidden(
+    plan: PartitionPlan, part: Partition, makers: dict[fx.Node, Partition]
+) -> tuple[fx.Node, ...] | None:
+    """Keys and values of the attentions of a break; None when something else crosses tokens."""
+    hidden: dict[fx.Node, None] = {}
+    sizes = plan.traced.size_symbols
+    for source in part.inputs:
+        if source.kind is SourceKind.SCALAR and not source.expr.free_symbols <= sizes:
+            return None
+    for node in part.nodes:
+        verdict = plan.verdicts[node]
+        if verdict.reason in CHOSEN and verdict.pure:
+            continue
+        given = sdpa_arguments(node)
+        if given is None or verdict.reason is not BreakReason.ATTENTION:
+            return None
+        if not _is_causal(plan, given) or not all(
+            _can_be_zeroed(plan, given[name], makers) for name in ("key", "value")
+        ):
+            return None
+        hidden.update({given["key"]: None, given["value"]: None})
+    return tuple(hidden) or None
+
+
+def _is_causal(plan: PartitionPlan, given: dict[str, Any]) -> bool:
+    token = plan.traced.token_symbol
+    return (
+        token is not None
+        and given.get("is_causal") is True
+        and given.get("attn_mask") is None
+        and given.get("dropout_p", 0.0) == 0.0
+        and attends_to_itself(given, token)
+    )
+
+
+def _can_be_zeroed(plan: PartitionPlan, node: Any, makers: dict[fx.Node, Partition]) -> bool:
+    """Whether a segment makes ``node``, with whole tokens on one axis and rows apart in memory."""
+    if node not in makers:
+        return False
+    axis = plan.state(node)
+    return isinstance(axis, TokenAxis) and axis.outer == 1 and 0 not in stride_exprs(value_of(node))
+
+
+def _fake_padding(plan: PartitionPlan, node: fx.Node, axis: TokenAxis) -> torch.Tensor:
+    value = value_of(node)
+    assert plan.traced.fake_mode is not None
+    with plan.traced.fake_mode:
+        return torch.empty(value.shape[axis.dim], dtype=torch.bool, device=value.device)
+
+
+# --- zeroing ------------------------------------------------------------------------------------
+
+
+def zero_rows(
+    x: torch.Tensor, padding: torch.Tensor, dim: int, order: Sequence[int]
+) -> torch.Tensor:
+    """Set the rows of ``x`` along ``dim`` to zero where ``padding`` (bool, one a row) is set.
+
+    In place: whoever shares this memory reads padded rows, of which nothing may depend. ``order``
+    are the dimensions from the outermost in memory to the innermost; compilers that turn writes
+    into copies make contiguous ones, and so keep the layout.
+    """
+    shape = [1] * x.dim()
+    shape[order.index(dim)] = -1
+    x.permute(*order).masked_fill_(padding.view(shape), 0)
+    return x
+
+
+def _memory_order(plan: PartitionPlan, node: fx.Node) -> tuple[int, ...]:
+    """Dimensions of a value by stride, largest first, seen at some count and batch."""
+    traced = plan.traced
+    sizes = {symbol: 3 for symbol in traced.size_symbols}
+    strides = evaluate_sizes(stride_exprs(value_of(node)), sizes)
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def zero_padding(plan: PartitionPlan, part: Partition, nodes: Sequence[fx.Node]) -> Partition:
+    """A segment that sets the padded rows of some of its results to zero.
+
+    It takes one more input, the last: a bool vector that is true for the padded rows.
+    """
+    graph = fx.Graph()
+    outputs = list(graph.graph_copy(part.module.graph, {}))  # type: ignore[arg-type]
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        padding = graph.placeholder(f"arg{len(part.inputs)}")
+    for index, node in enumerate(part.outputs):
+        axis = plan.state(node)
+        if node in nodes and isinstance(axis, TokenAxis):
+            padding.meta["example_value"] = _fake_padding(plan, node, axis)
+            given = (outputs[index], padding, axis.dim, _memory_order(plan, node))
+            outputs[index] = graph.call_function(zero_rows, given)
+    graph.output(tuple(outputs))
+    graph.lint()
+    return replace(
+        part,
+        inputs=(*part.inputs, Source(SourceKind.PADDING)),
+        module=fx.GraphModule(part.module, graph, "Segment"),
+    )

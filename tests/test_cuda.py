@@ -58,11 +58,19 @@ def check_lengths(model: nn.Module, cache: bool = False, lengths: Any = None) ->
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["no_cache", "dynamic_cache"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "captured"),
+    [("sdpa", True), ("sdpa", False), ("eager", None)],
+    ids=["sdpa_captured", "sdpa", "eager"],
+)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_family_replays_captured_segments(family: Family, attention: str, cache: bool) -> None:
+def test_family_replays_captured_segments(
+    family: Family, attention: str, captured: bool | None, cache: bool
+) -> None:
     model = family.whole(attention).cuda()
-    prefill = fx_prefill.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
+    prefill = fx_prefill.compile(
+        model, max_tokens=MAX_TOKENS, compiler="eager", capture_attention=captured
+    )
     check_lengths(model, cache)
     assert set(total_fallbacks(prefill.report())) == {"above the largest bucket"}
     assert sum(total_replays(prefill.report()).values()) == 2 * (len(LENGTHS) - 1)
@@ -97,6 +105,34 @@ def test_two_models_and_allocator_churn_do_not_disturb_each_other() -> None:
         torch.cuda.empty_cache()
         churn = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(8)]
         del churn
+
+
+def test_200_random_lengths_compile_and_capture_nothing_new() -> None:
+    model = BY_NAME["qwen3"].inner("sdpa").cuda()
+    prefill = fx_prefill.compile(model, max_tokens=MAX_TOKENS, compiler="eager", strict=True)
+    prefill.warmup(**arguments_at(model, 20, 0, cache=False))
+    captured = prefill.graphs[0].captured
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, MAX_TOKENS + 1, (200,), generator=generator).tolist()
+    check_lengths(model, lengths=lengths)
+    assert [graph.captured for graph in prefill.graphs] == [captured]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_grad_modes_share_captures_on_the_callers_stream(context: Any) -> None:
+    model = BY_NAME["llama"].inner("sdpa").cuda()
+    fx_prefill.compile(model, max_tokens=MAX_TOKENS, compiler="eager", pin_weights=True)
+    with torch.no_grad():
+        model(**arguments_at(model, 20, 0, cache=True))
+    with context(), torch.cuda.stream(torch.cuda.Stream()):
+        check_lengths(model, cache=True, lengths=(20, 100, 31))
+        torch.cuda.synchronize()
+
+
+def test_artifacts_for_one_bucket_give_the_same_rows() -> None:
+    model = BY_NAME["llama"].inner("sdpa").cuda()
+    fx_prefill.compile(model, max_tokens=MAX_TOKENS, specialize=(32, 128), strict=True)
+    check_lengths(model, cache=True, lengths=(20, 100, 32, 128, 40))
 
 
 def test_non_finite_rows_of_a_longer_forward_do_not_reach_a_shorter_one() -> None:

@@ -166,12 +166,12 @@ def _set_up(
     say: Callable[[str], None],
 ) -> Setup:
     say("tracing and compiling")
-    sample = sorted(settings.lengths)[len(settings.lengths) // 2]
-    first = seconds(lambda: prefill.module(**inputs(max(sample, 2))), device)
+    sample = inputs(min(settings.lengths))
+    first = seconds(lambda: prefill.module(**sample), device)
     runtime = _runtime(prefill)
     compile_s = sum(segment.seconds for segment in runtime.compiled.segments.values())
     say("capturing every bucket")
-    capture_s = seconds(lambda: prefill.warmup(**inputs(max(sample, 2))), device)
+    capture_s = seconds(lambda: prefill.warmup(**sample), device)
     report = prefill.report().graphs[0]
     return Setup(
         trace_s=first - compile_s,

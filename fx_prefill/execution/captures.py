@@ -19,6 +19,7 @@ from .compile import CompiledPlan, captures_attention, compiler_for, fuses, has_
 from .estimate import graph_bytes
 from .merge import merge, merged_partitions
 from .replay import BucketProgram
+from .specialize import specialized
 from .verify import checked_plan
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Captures:
         self.check(key, static)
         compiled = self.compiled_for(key[0])
         known = (key[1], compiled is self._merged)
+        if key[0] in self._options.specialize:
+            compiled = self._specialized(key, static)
         try:
             buffers = self._buffers.get(known) or self._make_buffers(key, compiled)
             program = BucketProgram(compiled, buffers, self._recorder, static, self.bindings(key))
@@ -83,6 +86,11 @@ class Captures:
         self._buffers[known] = buffers
         self.programs[key] = program
         return program
+
+    def _specialized(self, key: Key, static: Sequence[Any]) -> CompiledPlan:
+        plan = specialized(self.compiled, static, self.bindings(key), self._options)
+        captures_attention = plan.causal and takes_attention(self._options, key[0])
+        return merge(plan) if captures_attention else plan
 
     def forget(self) -> None:
         """Drop every program; their buffers stay for those that replace them."""

@@ -224,7 +224,7 @@ def _compile(part: Partition, compiler: Any, options: Options) -> SegmentFn:
         try:
             if compiler == "inductor":
                 return _compile_inductor(module, inputs)
-            return _as_sequence(compiler(module, inputs))
+            return as_sequence(compiler(module, inputs))
         except Exception as error:
             message = (
                 f"compiler {_name(compiler)!r} failed on segment {part.index} "
@@ -244,11 +244,11 @@ def example_inputs(module: fx.GraphModule) -> list[Any]:
 def _compile_inductor(module: fx.GraphModule, inputs: list[Any]) -> SegmentFn:
     from torch._inductor import standalone_compile
 
-    return _as_sequence(standalone_compile(module, inputs, dynamic_shapes="from_graph"))
+    return as_sequence(standalone_compile(module, inputs, dynamic_shapes="from_graph"))
 
 
-def _as_sequence(function: Callable[..., Any]) -> SegmentFn:
-    """Compilers differ in whether they return a tensor, a tuple or a list."""
+def as_sequence(function: Callable[..., Any]) -> SegmentFn:
+    """A segment function of a compiler's: they differ in returning a tensor, a tuple or a list."""
 
     def run(*args: Any) -> Sequence[torch.Tensor]:
         result = function(*args)

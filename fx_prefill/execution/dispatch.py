@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,17 @@ class FallbackReason(str, Enum):
         return self.value
 
 
+OTHER_BUCKETS_MAY_SERVE = (
+    FallbackReason.TOO_LONG,
+    FallbackReason.PADDING_OFF,
+    FallbackReason.PADDING_RATIO,
+    FallbackReason.GUARD,
+    FallbackReason.MASK,
+    FallbackReason.MEMORY,
+)
+"""Reasons that hold for one count: a warm-up with it captures the ladder all the same."""
+
+
 @dataclass
 class Counts:
     """What one graph's live forwards did."""
@@ -125,6 +137,8 @@ class PrefillRuntime:
         late = self._weights.held
         decision = self.decide(args, weights_later=late)
         if isinstance(decision, FallbackReason):
+            if _whole_ladder.get() and decision in OTHER_BUCKETS_MAY_SERVE:
+                self._capture_ladder(self._batch(args), args)
             return self._fall_back(decision, args)
         num_tokens = self._num_tokens(args)
         program = self._program(decision, args)
@@ -333,7 +347,9 @@ class PrefillRuntime:
         except Exception as error:
             if self.options.strict or out_of_memory_or_wrong(error):
                 raise
-            log.exception("bucket %s could not be captured; it runs eagerly", key[0])
+            # As text: a traceback that a log handler keeps would keep the memory of the capture.
+            text = "".join(traceback.format_exception(error))
+            log.error("bucket %s could not be captured; it runs eagerly\n%s", key[0], text)
             self._unusable[key] = FallbackReason.CAPTURE_FAILED
             return None
 

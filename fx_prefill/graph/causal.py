@@ -101,18 +101,19 @@ def _fake_padding(plan: PartitionPlan, node: fx.Node, axis: TokenAxis) -> torch.
 # --- zeroing ------------------------------------------------------------------------------------
 
 
-def zero_rows(
-    x: torch.Tensor, padding: torch.Tensor, dim: int, order: Sequence[int]
-) -> torch.Tensor:
+def _zero_rows(graph: fx.Graph, x: Any, padding: fx.Node, dim: int, order: Sequence[int]) -> Any:
     """Set the rows of ``x`` along ``dim`` to zero where ``padding`` (bool, one a row) is set.
 
     In place: whoever shares this memory reads padded rows, of which nothing may depend. ``order``
-    are the dimensions from the outermost in memory to the innermost; compilers that turn writes
-    into copies make contiguous ones, and so keep the layout.
+    are the dimensions from the outermost in memory to the innermost: compilers that turn writes
+    into copies make contiguous ones, and so keep the layout. Made of torch's own functions, as
+    PyTorch caches no artifact with others across processes.
     """
-    shape = [1] * x.dim()
+    shape = [1] * len(order)
     shape[order.index(dim)] = -1
-    x.permute(*order).masked_fill_(padding.view(shape), 0)
+    seen = graph.call_function(torch.permute, (x, tuple(order)))
+    which = graph.call_function(torch.reshape, (padding, tuple(shape)))
+    graph.call_function(torch.ops.aten.masked_fill_.Scalar, (seen, which, 0))
     return x
 
 
@@ -138,8 +139,8 @@ def zero_padding(plan: PartitionPlan, part: Partition, nodes: Sequence[fx.Node])
         axis = plan.state(node)
         if node in nodes and isinstance(axis, TokenAxis):
             padding.meta["example_value"] = _fake_padding(plan, node, axis)
-            given = (outputs[index], padding, axis.dim, _memory_order(plan, node))
-            outputs[index] = graph.call_function(zero_rows, given)
+            order = _memory_order(plan, node)
+            outputs[index] = _zero_rows(graph, outputs[index], padding, axis.dim, order)
     graph.output(tuple(outputs))
     graph.lint()
     return replace(

@@ -47,6 +47,8 @@ class Row:
     ours_submit: float
     direct: float
     direct_submit: float
+    breaks: int
+    """Breaks that ran eagerly at this bucket; 0 also where nothing was replayed."""
     error: float
     """Of the last hidden state against the module run eagerly, relative."""
 
@@ -217,6 +219,7 @@ def _row(
         ours_submit=ours.submit,
         direct=direct.wall,
         direct_submit=direct.submit,
+        breaks=runtime.breaks_at(n),
         error=float((actual - expected).norm() / expected.norm()),
     )
 

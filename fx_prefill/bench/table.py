@@ -8,7 +8,8 @@ LEGEND = """\
 Medians in milliseconds, each call starting with an idle device; ratios compare figures of this run.
 ours: the module is called, PyTorch's guards included. direct: its graph is called, as an engine
 does. floor: the same kernels, attention included, as one CUDA graph at the bucket's size (on a CPU:
-one after the other). error: relative, of the last hidden state against the uncompiled model."""
+one after the other). us/break: host time of a direct call over the breaks that ran eagerly in it, so
+what surrounds them is included. error: relative, of the last hidden state against the uncompiled model."""
 
 
 def render(result: Result) -> str:
@@ -35,6 +36,7 @@ def _table(result: Result) -> list[str]:
         *("tokens", "bucket"),
         *names,
         *("floor", "ours", "submit", "direct", "submit", "ours/floor", "direct/floor"),
+        *("breaks", "us/break"),
         *(f"{name}/ours" for name in names),
         "error",
     ]
@@ -58,6 +60,8 @@ def _cells(row: Row, names: list[str]) -> list[str]:
         f"{row.direct_submit:.3f}",
         f"{row.ours / row.floor:.3f}",
         f"{row.direct / row.floor:.3f}",
+        str(row.breaks),
+        f"{row.direct_submit * 1e3 / row.breaks:.1f}" if row.breaks else "-",
         *(f"{row.baselines[name] / row.ours:.1f}" for name in names),
         f"{row.error:.1e}",
     ]

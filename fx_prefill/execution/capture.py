@@ -143,8 +143,9 @@ class CudaGraphRecording:
     """One captured segment."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, owned: Sequence[torch.Tensor]) -> None:
-        # The method of the C++ class, without the Python one around it.
-        self.replay = super(torch.cuda.CUDAGraph, graph).replay
+        # Without the Python method around the C++ one, unless it has something to watch.
+        watched = getattr(graph, "_tracker", None) is not None
+        self.replay = graph.replay if watched else super(torch.cuda.CUDAGraph, graph).replay
         self.outputs = tuple(_unowned(tensor) for tensor in owned)
         self._owned: list[torch.Tensor | None] = list(owned)
 

@@ -296,6 +296,13 @@ class PrefillRuntime:
         """Bytes that buffers and captured graphs take now."""
         return self._captures.num_bytes
 
+    def breaks_at(self, num_tokens: int) -> int:
+        """Breaks that run eagerly in a captured forward of this many tokens; 0 if none is."""
+        bucket = self._bucket(num_tokens)
+        if isinstance(bucket, FallbackReason):
+            return 0
+        return sum(not part.is_segment for part in self._captures.compiled_for(bucket).partitions)
+
     def capture_queued(self) -> None:
         """Capture the buckets that calls asked for and did not get, largest first.
 

@@ -8,8 +8,9 @@ LEGEND = """\
 Medians in milliseconds, each call starting with an idle device; ratios compare figures of this run.
 ours: the module is called, PyTorch's guards included. direct: its graph is called, as an engine
 does. floor: the same kernels, attention included, as one CUDA graph at the bucket's size (on a CPU:
-one after the other). us/break: host time of a direct call over the breaks that ran eagerly in it, so
-what surrounds them is included. error: relative, of the last hidden state against the uncompiled model."""
+one after the other). breaks: those that ran eagerly; us/break: host time of a direct call over
+them, what surrounds them included. error: relative, of the last hidden state against the
+uncompiled model."""
 
 
 def render(result: Result) -> str:

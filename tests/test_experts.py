@@ -372,6 +372,32 @@ def test_sorted_entries_that_the_caller_gets_are_those_of_real_rows() -> None:
     assert_breaks(report, "sort", CROSSES)
 
 
+def eager_operators(report: Any) -> set[tuple[str, str]]:
+    return {(detail.operator, detail.reason) for detail in details(report)}
+
+
+def test_the_largest_of_some_numbers_are_no_positions() -> None:
+    """In real rows 2, in padded ones 5, which is outside the table: only positions are in range."""
+    table = torch.randn(3, WIDTH)
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        numbers = 5 - 3 * (x[..., :4] != 0).long()
+        return x + table[numbers.topk(1).values.squeeze(-1)]
+
+    assert ("getitem", "embedding gather") in eager_operators(check(Around(middle)))
+
+
+def test_positions_in_a_larger_dimension_may_be_outside_a_table() -> None:
+    """The largest of a real row is among its first three features, that of a zero row anywhere."""
+    table = torch.randn(3, WIDTH)
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        scores = torch.cat([x[..., :3].abs(), torch.zeros_like(x[..., 3:])], -1)
+        return x + table[scores.argmax(-1)]
+
+    assert ("getitem", "embedding gather") in eager_operators(check(Around(middle)))
+
+
 # ---- known expert functions ---------------------------------------------------------------------
 
 

@@ -321,19 +321,32 @@ def _break_terminal_projections(placement: Placement, sources: _Sources, graph: 
     """The vocabulary projection: a product with a weight, wider than its input, only returned.
 
     Its result is the caller's, for real rows only: run eagerly it is written straight there, and
-    logits for padded rows never exist.
+    logits for padded rows never exist. A product whose result joins other rows (the residual after
+    the shared expert of a last layer) is not the end of a model but of a layer.
     """
     returned_only: set[fx.Node] = set()
     for node in reversed(placement.nodes):
         if node.users and all(u.op == "output" or u in returned_only for u in node.users):
             returned_only.add(node)
     last = _last_matmuls(placement, returned_only)
-    tail = _descendants(placement, [node for node in last if _widens(node, sources)])
+    tail: set[fx.Node] = set()
+    for root in last:
+        after = _descendants(placement, [root]) if _widens(root, sources) else set()
+        if not _joins_rows(placement, after - {root}, after):
+            tail |= after
     kept = [n for n in placement.nodes if n not in tail and not placement.is_break(n)]
     if any(MATMULS & set(placement.verdicts[n].operators) for n in kept):
         for node in placement.nodes:
             if node in tail:
                 placement.make_break(node, BreakReason.TERMINAL)
+
+
+def _joins_rows(placement: Placement, nodes: set[fx.Node], tail: set[fx.Node]) -> bool:
+    return any(
+        placement.verdicts[arg].token_shaped and arg not in tail
+        for node in nodes
+        for arg in node.all_input_nodes
+    )
 
 
 def _last_matmuls(placement: Placement, returned_only: set[fx.Node]) -> list[fx.Node]:

@@ -130,12 +130,14 @@ def _take_constants(placement: Placement) -> None:
         exposed |= _written(node, placement.verdicts[node])
         if any(user.op == "output" for user in node.users):
             exposed |= _storages(node)
-    for node in list(placement.nodes):
+    taken: set[fx.Node] = set()
+    for node in placement.nodes:
         if placement.verdicts[node].kind is Kind.CONSTANT:
             if exposed.isdisjoint(_storages(node)):
-                placement.nodes.remove(node)
+                taken.add(node)
             else:
                 placement.make_break(node, BreakReason.HOST_SCALAR, "made anew in each call")
+    placement.nodes[:] = [node for node in placement.nodes if node not in taken]
 
 
 # --- memory written in place --------------------------------------------------------------------
@@ -291,9 +293,12 @@ def _keep_entries_inside(placement: Placement) -> None:
             group |= members.get(other, {other})
         for other in group:
             members[other] = group
-    for group in {id(group): group for group in members.values()}.values():
-        placement.groups.append(group)
-        ordered = [node for node in placement.nodes if node in group]
+    ordered_groups: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in placement.nodes:
+        if node in members:
+            ordered_groups[id(members[node])].append(node)
+    for ordered in ordered_groups.values():
+        placement.groups.append(set(ordered))
         cause = next((node for node in ordered if placement.is_break(node)), None)
         shown = [node for node in ordered if any(user.op == "output" for user in node.users)]
         left = next((node for node in shown if placement.verdicts[node].local), None)

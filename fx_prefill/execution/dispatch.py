@@ -30,6 +30,7 @@ from ..options import Options
 from .buffers import Buffers, plan_memory
 from .capture import Recorder, recorder_for
 from .compile import CompiledPlan, CompiledSegment
+from .programs import Batch, BatchKeys
 from .replay import BucketProgram
 from .verify import find_leak
 
@@ -85,6 +86,7 @@ class Counts:
     real_rows: int = 0
     padded_rows: int = 0
     recaptures: int = 0
+    evicted_batches: int = 0
 
 
 Key = tuple[int | None, tuple[int, ...]]
@@ -103,6 +105,7 @@ class PrefillRuntime:
         self._recorder = recorder or recorder_for(compiled.plan.traced.device)
         self._programs: dict[Key, BucketProgram] = {}
         self._buffers: dict[tuple[int, ...], Buffers] = {}
+        self._batches = BatchKeys(options.max_batches)
         self._addresses: list[int] = []
         self._weights: list[weakref.ref[torch.Tensor]] = []
         self._weights_fit = True
@@ -130,6 +133,7 @@ class PrefillRuntime:
         if isinstance(decision, FallbackReason):
             return self._fall_back(decision, args)
         num_tokens = self._num_tokens(args)
+        self._make_room(decision[1])
         program = self._program(decision, args)
         if program is None:
             reason = self.refused or self._unusable.get(decision, FallbackReason.GUARD)
@@ -256,6 +260,22 @@ class PrefillRuntime:
         return True
 
     # --- capture --------------------------------------------------------------------------------
+
+    def _make_room(self, batch: Batch) -> None:
+        """Give up the batch that was of use the longest ago, if this one is one too many."""
+        old = self._batches.use(batch)
+        if old is None:
+            return
+        self.counts.evicted_batches += 1
+        log.info(
+            "batch %s gives up its programs for batch %s (max_batches=%d)",
+            list(old),
+            list(batch),
+            self.options.max_batches,
+        )
+        for key in [key for key in self._programs if key[1] == old]:
+            del self._programs[key]
+        self._buffers.pop(old, None)
 
     def _program(self, key: Key, args: Sequence[Any]) -> BucketProgram | None:
         known = self._programs.get(key)

@@ -225,6 +225,12 @@ def counted_in_halves(y: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> 
     return y[inverse]
 
 
+def counted_in_swapped_pairs(y: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.size(0)) ^ 1
+    return y[inverse]
+
+
 def accumulated(y: torch.Tensor, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     inverse = torch.ones_like(order)
     inverse.index_put_((order // 2,), torch.arange(order.size(0)), accumulate=True)
@@ -282,6 +288,7 @@ LOOKALIKES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ),
     "an inverse that counts backwards": with_steps(back=counted_backwards),
     "an inverse that counts in halves": with_steps(back=counted_in_halves),
+    "an inverse that counts in swapped pairs": with_steps(back=counted_in_swapped_pairs),
     "an inverse that was added up": with_steps(back=accumulated),
     "an inverse written over": with_steps(back=inverse_written_over),
     "an order written over": with_steps(
@@ -302,6 +309,9 @@ LOOKALIKES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ),
     "ends of changed keys": with_steps(
         ends=lambda keys, x: ends_of(in_place(keys, lambda k: k.clamp_(max=1)))
+    ),
+    "ends of keys changed through an alias": with_steps(
+        ends=lambda keys, x: (keys.detach().clamp_(max=1), ends_of(keys))[1]
     ),
     "largest expert first": with_steps(order=lambda ids, x: ids.sort(descending=True)),
     "keys that may name no expert": with_steps(

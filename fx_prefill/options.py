@@ -20,6 +20,7 @@ MEMORY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 PASS_STAGES = ("pre_partition", "post_partition")
 DEFAULT_MAX_TOKENS = 2048
 DEFAULT_MAX_PADDING_RATIO = 2.0
+DEFAULT_MAX_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Options:
     buckets: tuple[int, ...] | None = None
     padding: bool = True
     max_padding_ratio: float = DEFAULT_MAX_PADDING_RATIO
+    max_batches: int = DEFAULT_MAX_BATCHES
     compiler: str | Compiler | None = None
     break_ops: tuple[Any, ...] = ()
     rowwise_ops: tuple[Any, ...] = ()
@@ -135,6 +137,12 @@ def _check_ratio(value: Any) -> float:
     return float(value)
 
 
+def _check_max_batches(value: Any) -> int:
+    if not _is_int(value) or value < 1:
+        raise _fail("max_batches", value, "a whole number of batch sizes of at least 1")
+    return int(value)
+
+
 def _check_compiler(value: Any) -> str | Compiler | None:
     if value is None or callable(value) or (isinstance(value, str) and value in COMPILERS):
         return value
@@ -215,6 +223,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "buckets": _check_buckets,
     "padding": _check_bool("padding"),
     "max_padding_ratio": _check_ratio,
+    "max_batches": _check_max_batches,
     "compiler": _check_compiler,
     "break_ops": _check_ops("break_ops"),
     "rowwise_ops": _check_ops("rowwise_ops"),

@@ -2,8 +2,10 @@
 
 A value's letter says its shape: R rows [B, s, 12], L rows with the batch of 1 [1, s, 12], H heads
 [B, 3, s, 4], S tokens first [s, B, 12], F flattened [B * s, 12], N positions [s, 12], P pooled
-[B, 1, 12], M a mask of tokens [B, s, 1], K a memory of a fixed length [B, 7, 12]. A template makes
-a value of its letter out of earlier values. Values stay small, and float64 keeps rounding from
+[B, 1, 12], M a mask of tokens [B, s, 1], K a memory of a fixed length [B, 7, 12]. In programs of
+experts, E is two entries a row [B * s * 2, 12], G such entries in some order, I the expert of each
+entry [B * s * 2], O an order of them, V an inverse. A template makes a value of its letter out of
+earlier values. Values stay small, and float64 keeps rounding from
 deciding a comparison.
 """
 
@@ -208,6 +210,51 @@ TEMPLATES: tuple[tuple[str, str], ...] = (
     ("R", "{H}.reshape(B, s, 12)"),
 )
 
+EXPERTS: tuple[tuple[str, str], ...] = (
+    ("E", "{F}.repeat_interleave(2, 0)"),
+    ("E", "{F}[:, None].expand(-1, 2, -1).reshape(-1, 12)"),
+    ("E", "{E}.tanh() + {E}"),
+    ("E", "torch.bmm({E}.unsqueeze(1), self.w.expand(4, 12, 12)[ids]).squeeze(1)"),
+    ("G", "{E}[{O}]"),
+    ("G", "{F}[{O} // 2]"),
+    ("G", "{F}.index_select(0, {O} // 2)"),
+    ("G", "{G}.tanh()"),
+    ("G", "F.linear({G}, self.w)"),
+    ("G", "{G} + {G}"),
+    ("G", "{G} + self.table[ids[{O}]]"),
+    ("V", "{O}.argsort()"),
+    ("V", "torch.empty_like({O}).index_put_(({O},), torch.arange({O}.size(0)))"),
+    ("E", "{G}[{V}]"),
+    ("E", "torch.zeros_like({G}).index_put_(({O},), {G})"),
+    ("F", "{E}.view(-1, 2, 12).sum(1)"),
+    ("F", "{E}.view(-1, 2, 12)[:, 0].tanh()"),
+    ("F", "torch.zeros_like({F}).index_add_(0, {O} // 2, {G}).tanh()"),
+    ("R", "{F}.view(B, s, 12)"),
+)
+# Steps that make another order, or are wrong in one way.
+WRONG_EXPERTS: tuple[tuple[str, str], ...] = (
+    ("I", "({F} + self.bias)[:, :4].topk(2, -1).indices.reshape(-1)"),
+    ("I", "{I}.clamp(0, 2)"),
+    ("O", "{I}.argsort(stable=True)"),
+    ("O", "{I}.argsort(stable=True)"),
+    ("O", "{I}.sort(stable=True, descending=True).indices"),
+    ("O", "{O}.flip(0)"),
+    ("O", "{O}[{O}]"),
+    ("G", "{F}[{O} // 3]"),
+    ("G", "{G} + {E}"),
+    ("G", "{G} * {I}.sort(stable=True).values.double()[:, None]"),
+    ("G", "{G} - {G}.mean(0)"),
+    ("G", "{G}.roll(1, 0)"),
+    ("G", "{G}.view(-1, 2, 12).flip(1).reshape(-1, 12)"),
+    ("V", "torch.zeros_like({O}).index_put_(({O},), torch.arange({O}.size(0)).flip(0))"),
+    ("E", "{G}[{O}]"),
+    ("E", "{G}"),
+    ("E", "{E} + {O}[:, None].double().cos()"),
+    ("E", "{E} + torch.histc({I}.sort().values.double(), 4, 0, 3).sum().cos()"),
+    ("E", "{E} * (torch.arange(B * s * 2) % 2)[:, None]"),
+    ("F", "{F} + {G}.view(-1, 2, 12).sum(1)"),
+)
+
 # Written in place, into values of the program or (rarely) the caller's tensors.
 STATEMENTS: tuple[str, ...] = (
     "{R}.mul_(0.5)",
@@ -233,6 +280,17 @@ STATEMENTS: tuple[str, ...] = (
     "{P}.add_(0.5)",
     "{K}[:, 2:].mul_(0.5)",
     "{N}.cos_()",
+)
+
+EXPERT_STATEMENTS: tuple[str, ...] = (
+    "{O}.copy_({O}.flip(0))",
+    "{O}.view(-1, 2).copy_({O}.view(-1, 2).flip(1))",
+    "{V}.copy_({O})",
+    "{I}.clamp_(max=1)",
+    "{G}.tanh_()",
+    "{G}[:, :4].add_(1.0)",
+    "{G}.copy_({E})",
+    "{E}.mul_(0.5)",
 )
 
 OUTPUTS: tuple[str, ...] = (
@@ -292,11 +350,11 @@ class Program:
         )
 
 
-def random_program(seed: int, num_steps: int = 9) -> Program:
-    """A program that runs; the same for the same seed."""
+def random_program(seed: int, num_steps: int = 9, experts: bool = False) -> Program:
+    """A program that runs, with or without experts; the same for the same seed."""
     generator = random.Random(seed)
     while True:
-        program = _draw(generator, num_steps)
+        program = _draw(generator, num_steps, experts)
         try:
             module_of(program)(*program.arguments(5, 0))
         except (RuntimeError, IndexError):  # a view of a layout that has none, say
@@ -323,12 +381,21 @@ def _causal(num_tokens: int) -> torch.Tensor:
     return torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
 
 
-def _draw(generator: random.Random, num_steps: int) -> Program:
+def _draw(generator: random.Random, num_steps: int, experts: bool) -> Program:
     batch = generator.choice((1, 3))
     y = generator.choice("RLP")
     values: dict[str, list[str]] = {"R": ["x"], "K": ["k"], "L": [], "P": []}
     values[y].append("y")
     lines = ["def forward(self, x, y, k):", f"    B, s = {batch}, x.shape[1]"]
+    templates, statements = TEMPLATES, STATEMENTS
+    num_wrong = generator.choice((0, 0, 1, 2, 5)) if experts else 0
+    if experts:
+        wrong = generator.sample(WRONG_EXPERTS, num_wrong)
+        templates, statements = EXPERTS + 2 * tuple(wrong), EXPERT_STATEMENTS
+        lines.append("    flat = F.linear(x, self.w).reshape(-1, 12)")
+        lines.append("    ids = flat[:, :4].topk(2, -1).indices.reshape(-1)")
+        lines.append("    order = ids.argsort(stable=True)")
+        values.update(F=["flat"], I=["ids"], O=["order"])
 
     def filled(template: str, own: bool = False) -> str | None:
         """The template with earlier values, the latest most likely; None if there are none."""
@@ -349,18 +416,19 @@ def _draw(generator: random.Random, num_steps: int) -> Program:
 
     step = 0
     while step < num_steps:
-        if generator.random() < 0.15:
-            statement = filled(generator.choice(STATEMENTS), own=True)
+        if generator.random() < (0.15 if not experts else 0.02 * num_wrong):
+            statement = filled(generator.choice(statements), own=True)
             if statement is not None:
                 lines.append(f"    {statement}")
             continue
-        kind, template = generator.choice(TEMPLATES)
+        kind, template = generator.choice(templates)
         expression = filled(template)
         if expression is not None:
             lines.append(f"    t{step} = {expression}")
             values.setdefault(kind, []).append(f"t{step}")
             step += 1
-    outputs = [filled(generator.choice(OUTPUTS)) for _ in range(generator.randint(1, 4))]
+    possible = ("{F}", "{R}", "{F}.view(B, s, 12)") if experts else OUTPUTS
+    outputs = [filled(generator.choice(possible)) for _ in range(generator.randint(1, 4))]
     shown = [output for output in outputs if output is not None] or [values["R"][-1]]
     lines.append(f"    return {', '.join(shown)}")
     return Program("\n".join(lines), batch, y)

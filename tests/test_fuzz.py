@@ -1,6 +1,7 @@
 """Random programs replay to the answers they give uncompiled; a failure prints the program.
 
-`python tests/test_fuzz.py 100 500` tries the seeds from 100 up to 500.
+`python tests/test_fuzz.py 100 500` tries the seeds from 100 up to 500, and with `experts` behind it
+programs of experts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ EXPECTED_FALLBACKS = {
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
 def test_a_random_program(seed: int) -> None:
     run(random_program(seed))
+
+
+@pytest.mark.parametrize("seed", range(NUM_PROGRAMS // 2))
+def test_a_random_program_of_experts(seed: int) -> None:
+    run(random_program(seed, num_steps=12, experts=True))
 
 
 def run(program: Program) -> None:
@@ -69,10 +75,10 @@ def assert_same(actual: object, expected: object, what: str, program: Program) -
             assert a == b, f"{what}, leaf {position}: {a} is not {b}\n{program}"
 
 
-def _hunt(start: int, stop: int) -> None:
+def _hunt(start: int, stop: int, experts: bool = False) -> None:
     for seed in range(start, stop):
         torch._dynamo.reset()
-        program = random_program(seed)
+        program = random_program(seed, 12, experts) if experts else random_program(seed)
         try:
             with torch.no_grad():
                 run(program)
@@ -86,4 +92,4 @@ def _hunt(start: int, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    _hunt(*map(int, sys.argv[1:3]))
+    _hunt(*map(int, sys.argv[1:3]), experts="experts" in sys.argv)

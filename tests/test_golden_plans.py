@@ -121,9 +121,9 @@ break (embedding gather): embedding
 segment 0: add x9, arange, cat x4, cos x2, expand x4, float x8, getitem x10, linear x3, matmul
     x2, mean x3, mul x15, neg x2, pow x3, reshape x2, rsqrt x3, sin x2, to x5, transpose x5,
     type_as x3, unsqueeze x3, view x3
-break (attention, crosses tokens, only a break reads it): add x3, and_ x4, arange x4, cumsum,
-    diff, eq, expand, getitem x6, gt, le, ne, new_ones x2, scaled_dot_product_attention, sub x2,
-    to x4, unsqueeze
+break (attention, crosses tokens, only a break reads it): add x3, and_ x4, arange x4, bias_of,
+    cumsum, diff, eq, expand, getitem x6, gt, le, ne, new_ones x2, scaled_dot_product_attention,
+    sub x2, to x4, unsqueeze
 segment 1: add x16, cat x2, contiguous x2, expand x2, float x12, gelu, getitem x6, linear x7,
     mean x6, mul x17, neg x2, pow x6, reshape x3, rsqrt x6, to x2, transpose x4, type_as x6,
     unsqueeze x2, view x3
@@ -163,3 +163,86 @@ segment 0: add, layer_norm, linear, tanh x2
 break (host scalar): truediv
 segment 1: add, layer_norm, linear, tanh""",
     )
+
+
+def _mixture(name: str) -> torch.nn.Module:
+    from test_expert_families import decoder
+
+    return decoder(name, torch.bfloat16, "grouped_mm")
+
+
+def test_mixtral_inner() -> None:
+    require_pinned_transformers()
+    report = fx_prefill.explain(_mixture("mixtral"), input_ids=ids(), use_cache=False)
+    assert_expected_inline(
+        plan_text(report),
+        """\
+break (embedding gather): embedding
+segment 0: add x4, arange, cat x3, cos, expand, float, getitem x6, linear x3, matmul, mean, mul
+    x8, neg x2, pow, rsqrt, sin, to x5, transpose x4, unsqueeze x3, view x3
+break (attention): scaled_dot_product_attention
+segment 1: _grouped_mm x2, add x6, arange, cat x2, chunk, clamp_, contiguous x2, cumsum,
+    empty_like, float x2, floordiv, ge, getitem x13, histc, itruediv, linear x5, masked_fill x2,
+    masked_fill_, mean x2, mul x10, neg x2, pow x2, reshape x5, rsqrt x2, setitem, silu,
+    softmax, sort, sum x2, to x7, topk, transpose x6, unsqueeze x4, view x5
+break (attention): scaled_dot_product_attention
+segment 1: _grouped_mm x2, add x6, arange, cat x2, chunk, clamp_, contiguous x2, cumsum,
+    empty_like, float x2, floordiv, ge, getitem x13, histc, itruediv, linear x5, masked_fill x2,
+    masked_fill_, mean x2, mul x10, neg x2, pow x2, reshape x5, rsqrt x2, setitem, silu,
+    softmax, sort, sum x2, to x7, topk, transpose x6, unsqueeze x4, view x5
+break (attention): scaled_dot_product_attention
+segment 2: _grouped_mm x2, add x4, arange, chunk, clamp_, contiguous x2, cumsum, empty_like,
+    float x2, floordiv, ge, getitem x9, histc, itruediv, linear x2, masked_fill x2,
+    masked_fill_, mean x2, mul x6, pow x2, reshape x5, rsqrt x2, setitem, silu, softmax, sort,
+    sum x2, to x7, topk, transpose x3, unsqueeze x2, view x2""",
+    )
+
+
+def test_mixtral_inner_in_float32() -> None:
+    """Grouped products are traced in bfloat16 only: the operator instead of them asks the host."""
+    require_pinned_transformers()
+    from test_expert_families import decoder
+
+    model = decoder("mixtral", torch.float32, "grouped_mm")
+    report = fx_prefill.explain(model, input_ids=ids(), use_cache=False)
+    assert_expected_inline(
+        plan_text(report),
+        """\
+break (embedding gather): embedding
+segment 0: add x4, arange, cat x3, cos, expand x3, float, getitem x8, linear x3, matmul, mean,
+    mul x8, neg x2, pow, reshape x2, rsqrt, sin, to x5, transpose x4, unsqueeze x3, view x3
+break (attention): scaled_dot_product_attention
+segment 1: add x2, contiguous x2, float, getitem x2, itruediv, linear x2, mean, mul x2, pow,
+    reshape x2, rsqrt, softmax, sum, to x2, topk, transpose, view
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
+segment 2: add x4, cat x2, expand x2, getitem x6, linear x3, mean, mul x6, neg x2, pow, reshape
+    x3, rsqrt, sum, to x3, transpose x3, unsqueeze x2, view x3
+break (attention): scaled_dot_product_attention
+segment 1: add x2, contiguous x2, float, getitem x2, itruediv, linear x2, mean, mul x2, pow,
+    reshape x2, rsqrt, softmax, sum, to x2, topk, transpose, view
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
+segment 2: add x4, cat x2, expand x2, getitem x6, linear x3, mean, mul x6, neg x2, pow, reshape
+    x3, rsqrt, sum, to x3, transpose x3, unsqueeze x2, view x3
+break (attention): scaled_dot_product_attention
+segment 1: add x2, contiguous x2, float, getitem x2, itruediv, linear x2, mean, mul x2, pow,
+    reshape x2, rsqrt, softmax, sum, to x2, topk, transpose, view
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
+segment 3: add x2, mean, mul x2, pow, reshape, rsqrt, sum, to x3""",
+    )
+
+
+def test_a_widening_product_before_a_residual_is_not_terminal() -> None:
+    """The last layer of DeepSeek-V3 adds its shared expert, whose second product widens."""
+    require_pinned_transformers()
+    report = fx_prefill.explain(_mixture("deepseek_v3"), input_ids=ids(), use_cache=False)
+    (graph,) = report.graphs
+    assert graph.partitions[-1].kind == "segment", str(report)

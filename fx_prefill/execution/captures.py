@@ -18,6 +18,7 @@ from .capture import Recorder
 from .compile import CompiledPlan, captures_attention, compiler_for, fuses, has_graphs
 from .estimate import graph_bytes
 from .merge import merge, merged_partitions
+from .programs import Batch
 from .replay import BucketProgram
 from .specialize import specialized
 from .verify import checked_plan
@@ -28,7 +29,7 @@ CAPTURED_ATTENTION_TOKENS = 2048
 """Largest bucket whose causal attention is captured when nothing is asked for: its work grows with
 the square of the bucket, what a break costs does not."""
 
-Key = tuple[int | None, tuple[int, ...]]
+Key = tuple[int | None, Batch]
 """Bucket (None for a static graph) and batch sizes."""
 
 
@@ -42,8 +43,8 @@ class Captures:
         self._recorder = recorder
         self._traced: TracedGraph = compiled.plan.traced
         self._merged: CompiledPlan | None = None
-        self._buffers: dict[tuple[tuple[int, ...], bool], Buffers] = {}
-        self._tops: dict[tuple[int, ...], int | None] = {}
+        self._buffers: dict[tuple[Batch, bool], Buffers] = {}
+        self._tops: dict[Batch, int | None] = {}
         self._checked = False
 
     @property
@@ -92,6 +93,13 @@ class Captures:
         captures_attention = plan.causal and takes_attention(self._options, key[0])
         return merge(plan) if captures_attention else plan
 
+    def forget_batch(self, batch: Batch) -> None:
+        """Drop the programs and buffers of one batch."""
+        for key in [key for key in self.programs if key[1] == batch]:
+            del self.programs[key]
+        for known in [known for known in self._buffers if known[0] == batch]:
+            del self._buffers[known]
+
     def forget(self) -> None:
         """Drop every program; their buffers stay for those that replace them."""
         self.programs.clear()
@@ -110,13 +118,13 @@ class Captures:
         """Bytes of buffers and graphs when this is the largest bucket captured."""
         return estimated_bytes(self.compiled_for(key[0]), self.bindings(key))
 
-    def top(self, batch: tuple[int, ...]) -> int | None:
+    def top(self, batch: Batch) -> int | None:
         """The largest bucket that ``max_graph_memory`` allows; None when it allows none."""
         if batch not in self._tops:
             self._tops[batch] = self._find_top(batch)
         return self._tops[batch]
 
-    def _find_top(self, batch: tuple[int, ...]) -> int | None:
+    def _find_top(self, batch: Batch) -> int | None:
         ladder, limit = self._options.ladder, self._options.max_graph_memory
         if limit is None or self._traced.token_symbol is None:
             return ladder[-1]

@@ -28,6 +28,7 @@ from .bound import MOVED
 from .capture import Recorder, recorder_for
 from .captures import Captures, Key, out_of_memory_or_wrong
 from .compile import CompiledPlan
+from .programs import Batch, BatchKeys
 from .progress import progress
 from .replay import BucketProgram
 from .weights import Weights
@@ -98,6 +99,7 @@ class Counts:
     real_rows: int = 0
     padded_rows: int = 0
     recaptures: int = 0
+    evicted_batches: int = 0
 
 
 class PrefillRuntime:
@@ -111,6 +113,7 @@ class PrefillRuntime:
         self._recorder = recorder or recorder_for(compiled.plan.traced.device)
         self._captures = Captures(compiled, options, self._recorder)
         self._queue: dict[Key, None] = {}
+        self._batches = BatchKeys(options.max_batches)
         self._weights = Weights(self._traced)
         self._weights_fit = True
         self._unusable: dict[Key, FallbackReason] = {}
@@ -141,6 +144,7 @@ class PrefillRuntime:
                 self._capture_ladder(self._batch(args), args)
             return self._fall_back(decision, args)
         num_tokens = self._num_tokens(args)
+        self._make_room(decision[1])
         program = self._program(decision, args)
         if isinstance(program, FallbackReason):
             return self._fall_back(program, args)
@@ -280,6 +284,19 @@ class PrefillRuntime:
         return self._weights_fit
 
     # --- capture --------------------------------------------------------------------------------
+
+    def _make_room(self, batch: Batch) -> None:
+        """Give up the batch that was of use the longest ago, if this one is one too many."""
+        old = self._batches.use(batch)
+        if old is not None:
+            self.counts.evicted_batches += 1
+            log.info(
+                "batch %s gives up its programs for batch %s (max_batches=%d)",
+                list(old),
+                list(batch),
+                self.options.max_batches,
+            )
+            self._captures.forget_batch(old)
 
     @property
     def compiled(self) -> CompiledPlan:

@@ -2,6 +2,14 @@
 
 Each distinct segment is run twice at a bucket, with equal real rows and different finite garbage
 behind them. Real rows of all results must be equal to the bit.
+
+Note [Rounding in groups]
+
+Where a segment multiplies rows in groups (experts), garbage is routed too, and the groups of the
+two runs differ in size. A kernel may then round a real row otherwise, without any leak. Garbage
+cannot be made to route alike: the segment itself decides that. So there real rows must be equal up
+to a few units of rounding at the scale of the result, which a leak of garbage a thousand times
+larger does not pass for. Every segment without such an operator is held to the bit.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from ..errors import PaddingError
 from ..graph.autocast import ENTER, EXIT
 from ..graph.extract import SourceKind
 from ..graph.normalize import value_of
+from ..graph.operators import GROUPED
 from ..graph.partition import Partition, PartitionPlan
 from ..graph.placement import GATHERS
 from ..graph.symbols import (
@@ -28,13 +37,15 @@ from ..graph.symbols import (
     size_exprs,
     stride_exprs,
 )
-from ..graph.verdict import TokenAxis
+from ..graph.verdict import TokenAxis, is_local
 from .buffers import copy_into, extent, outer_count, rows
 from .compile import CompiledPlan, SegmentFn, structural_key
 
 log = logging.getLogger(__name__)
 
 LARGEST_INDEX = 1024
+ROUNDINGS = 16
+"""Units of rounding that groups of another size may make, at the scale of a whole result."""
 LARGE = 1000.0
 """Scale of the second garbage: what leaks only above a threshold shows."""
 SEED = 0
@@ -117,11 +128,12 @@ def find_leak(
         return None
     num_tokens = bindings[token] // 2
     first, second = _garbage_pair(plan, part, static, bindings, num_tokens)
+    roundings = ROUNDINGS if _multiplies_groups(plan, part) else 0
     with torch.inference_mode(False), torch.no_grad():
         before, after = function(*first), function(*second)
         for node, a, b in zip(part.outputs, before, after, strict=True):
-            if not _equal_real_rows(plan, node, a, b, bindings, num_tokens):
-                return _first_leak(plan, part, first, second, bindings, num_tokens) or (
+            if not _equal_real_rows(plan, node, a, b, bindings, num_tokens, roundings):
+                return _first_leak(plan, part, first, second, bindings, num_tokens, roundings) or (
                     f"the compiled segment's result {node.name} (its operators alone are row-wise: "
                     "the segment compiler mixes rows)"
                 )
@@ -208,12 +220,21 @@ def _equal_real_rows(
     b: torch.Tensor,
     bindings: Bindings,
     num_tokens: int,
+    roundings: int,
 ) -> bool:
     axis = plan.state(node)
     if isinstance(axis, TokenAxis):
         outer = outer_count(axis, bindings)
         a, b = (rows(t, axis, outer, 0, num_tokens) for t in (a, b))
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN equals NaN here
+    same = (a == b) | ((a != a) & (b != b))  # NaN equals NaN here
+    if roundings and a.is_floating_point() and a.numel():
+        finite = torch.where(a.isfinite(), a, 0)
+        same |= (a - b).abs() <= roundings * torch.finfo(a.dtype).eps * finite.abs().max()
+    return bool(same.all())
+
+
+def _multiplies_groups(plan: PartitionPlan, part: Partition) -> bool:
+    return any(GROUPED.intersection(plan.verdicts[node].operators) for node in part.nodes)
 
 
 def _first_leak(
@@ -223,6 +244,7 @@ def _first_leak(
     second: list[Any],
     bindings: Bindings,
     num_tokens: int,
+    roundings: int,
 ) -> str | None:
     """The first node whose real rows differ when the segment's own operators are run."""
     runs = []
@@ -239,7 +261,9 @@ def _first_leak(
         a, b = runs[0].get(copy), runs[1].get(copy)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             continue
-        if not _equal_real_rows(plan, original, a, b, bindings, num_tokens):
+        if is_local(plan.state(original)):
+            continue  # which of its rows are real, only the next plain value tells
+        if not _equal_real_rows(plan, original, a, b, bindings, num_tokens, roundings):
             shape = tuple(map(str, map(expr_of, value_of(original).shape)))
             where = (original.meta.get("stack_trace") or "").strip().splitlines()[-2:]
             return f"node {original.name} ({original.target}, shape {shape}) {' '.join(where)}"

@@ -67,7 +67,7 @@ class Source:
         """Where the value of ``node`` comes from, seen from outside its partition."""
         value = value_of(node)
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            index = traced.placeholders.index(node)
+            index = traced.position[node]
             static = traced.roles[index] is Role.STATIC
             return Source(SourceKind.ARGUMENT, node, index=index, static=static)
         if node.op == "get_attr":

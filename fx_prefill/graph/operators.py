@@ -16,6 +16,17 @@ ATTENTION_NAMESPACES = frozenset(
 )
 ATTENTION_WORDS = ("attention", "attn", "selective_scan", "ssd_chunk", "delta_rule", "linear_scan")
 
+EXPERT_FUNCTIONS = frozenset(("vllm::outplace_fused_experts", "sglang::outplace_fused_experts"))
+"""Whole mixtures of experts in one operator, rows in and rows out. Nobody can look inside them, and
+some of their quantised modes take a scale over all rows: that they keep rows apart is believed only
+until ``execution/verify.py`` has checked the segment."""
+
+GROUPED = EXPERT_FUNCTIONS | {
+    f"aten::{name}"
+    for name in ("_grouped_mm", "index_add", "index_add_", "index_put", "index_put_")
+}
+"""Operators that may round a row otherwise when other rows fall into its group."""
+
 
 def operator_name(target: Any) -> str:
     """``namespace::name`` for registered operators, a plain name for functions and methods."""

@@ -127,11 +127,11 @@ def _strongly_connected(
     successors: dict[fx.Node, set[fx.Node]] = defaultdict(set)
     for earlier, later in edges:
         successors[earlier].add(later)
+    position = {node: index for index, node in enumerate(nodes)}
     for group in groups:
-        members = sorted(group, key=nodes.index) if len(group) > 2 else list(group)
+        members = sorted(group, key=position.__getitem__) if len(group) > 2 else list(group)
         for first, second in zip(members, members[1:] + members[:1], strict=True):
             successors[first].add(second)
-    position = {node: index for index, node in enumerate(nodes)}
     components = _tarjan(
         nodes, {n: sorted(s, key=position.__getitem__) for n, s in successors.items()}
     )
@@ -285,11 +285,14 @@ def _group_by_stage(
 ) -> list[tuple[bool, list[fx.Node]]]:
     """Nodes of each partition in original order; neighbours of one kind are merged."""
     groups: list[tuple[bool, list[fx.Node]]] = []
-    for stage in sorted(set(stages.values())):
-        nodes = [node for node in placement.nodes if stages[node] == stage]
+    position = {node: index for index, node in enumerate(placement.nodes)}
+    by_stage: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in placement.nodes:
+        by_stage[stages[node]].append(node)
+    for stage in sorted(by_stage):
+        nodes = by_stage[stage]
         is_segment = stage % 2 == 1
         if groups and groups[-1][0] == is_segment:
-            position = {node: index for index, node in enumerate(placement.nodes)}
             nodes = sorted(groups.pop()[1] + nodes, key=position.__getitem__)
         groups.append((is_segment, nodes))
     return groups

@@ -20,32 +20,19 @@ from torch.utils._pytree import tree_leaves
 from .normalize import value_of
 from .operators import short_name
 from .rowwise import Analysis
+from .rules import LOOKUPS
 from .symbols import is_scalar, size_exprs
 from .trace import Role
-from .verdict import BreakReason, Kind, TokenAxis, Verdict
+from .verdict import BreakReason, Kind, Verdict
 
 MATMULS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
 )
 
-GATHERS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "embedding index index_select gather _unsafe_index scatter scatter_ scatter_add "
-        "scatter_add_ scatter_reduce scatter_reduce_ index_put index_put_ one_hot"
-    ).split()
-)
+GATHERS = frozenset(f"aten::{name}{suffix}" for name in LOOKUPS for suffix in ("", "_"))
 BASE_READERS = frozenset(
     f"aten::{name}"
     for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
-)
-POSITIONS = frozenset(f"aten::{name}" for name in ("topk", "argmax", "argmin", "sort", "argsort"))
-MOVES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "view unsqueeze squeeze transpose t permute slice select expand clone alias detach "
-        "_unsafe_view _to_copy split unbind"
-    ).split()
 )
 
 
@@ -85,6 +72,7 @@ def place(analysis: Analysis) -> Placement:
     _keep_random_order(placement)
     _break_views_of_arguments(placement, sources)
     _break_gathers(placement)
+    _keep_entries_inside(placement)
     _break_terminal_projections(placement, sources, graph)
     _break_what_only_breaks_read(placement, sources, graph)
     return placement
@@ -142,12 +130,14 @@ def _take_constants(placement: Placement) -> None:
         exposed |= _written(node, placement.verdicts[node])
         if any(user.op == "output" for user in node.users):
             exposed |= _storages(node)
-    for node in list(placement.nodes):
+    taken: set[fx.Node] = set()
+    for node in placement.nodes:
         if placement.verdicts[node].kind is Kind.CONSTANT:
             if exposed.isdisjoint(_storages(node)):
-                placement.nodes.remove(node)
+                taken.add(node)
             else:
                 placement.make_break(node, BreakReason.HOST_SCALAR, "made anew in each call")
+    placement.nodes[:] = [node for node in placement.nodes if node not in taken]
 
 
 # --- memory written in place --------------------------------------------------------------------
@@ -278,39 +268,49 @@ def _break_gathers(placement: Placement) -> None:
 
     Look-ups by token: ids, positions. An index in a padded row may be outside the table (positions
     up to a bucket larger than it, arithmetic on zeros), which is an error on a CPU and the end of
-    the process on a GPU. So they run on real rows only, but for indices that an operator like topk
-    made, which are in range whatever it read. The token embedding is one of these look-ups: a call
-    with ids and one with embeddings share all segments.
+    the process on a GPU. So they run on real rows only, but for indices that are in range whatever
+    the rows hold: positions that topk found, say (``rules/lookups.py``). The token embedding is
+    one of these look-ups: a call with ids and one with embeddings share all segments.
     """
     for node in placement.nodes:
-        if GATHERS.isdisjoint(placement.verdicts[node].operators):
-            continue
-        indices = [arg for arg in node.all_input_nodes if _is_token_index(placement, arg)]
-        if not all(_in_range(placement, index) for index in indices):
+        if not placement.verdicts[node].in_range:
             placement.make_break(node, BreakReason.GATHER)
 
 
-def _is_token_index(placement: Placement, node: fx.Node) -> bool:
-    value = value_of(node)
-    return (
-        isinstance(value, torch.Tensor)
-        and not value.is_floating_point()
-        and any(isinstance(state, TokenAxis) for state in placement.verdicts[node].states)
-    )
+def _keep_entries_inside(placement: Placement) -> None:
+    """Note [Values that stay inside]
 
-
-def _in_range(placement: Placement, node: fx.Node) -> bool:
-    """Whether an index was made by an operator that counts positions."""
-    while True:
-        operators = placement.verdicts[node].operators
-        if POSITIONS.intersection(operators):
-            return True
-        inputs = [arg for arg in node.all_input_nodes if _storages(arg)]
-        moves_only = all(name in MOVES for name in operators) or node.target is operator.getitem
-        if not moves_only or len(inputs) != 1 or not node.op.startswith("call"):
-            # A tuple's item carries no operators of its own: its producer has them.
-            return False
-        node = inputs[0]
+    Sorted entries, several entries a token, group sizes: in a bucket these count padded rows too,
+    and nothing at a boundary can take the real rows out. Makers and readers of such a value share a
+    partition, and if one of them has to run eagerly, all do: on real rows they are what they are.
+    """
+    members: dict[fx.Node, set[fx.Node]] = {}
+    for node in placement.nodes:
+        if not placement.verdicts[node].local:
+            continue
+        group = {node}
+        for other in (node, *(user for user in node.users if user.op != "output")):
+            group |= members.get(other, {other})
+        for other in group:
+            members[other] = group
+    ordered_groups: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in placement.nodes:
+        if node in members:
+            ordered_groups[id(members[node])].append(node)
+    for ordered in ordered_groups.values():
+        placement.groups.append(set(ordered))
+        cause = next((node for node in ordered if placement.is_break(node)), None)
+        shown = [node for node in ordered if any(user.op == "output" for user in node.users)]
+        left = next((node for node in shown if placement.verdicts[node].local), None)
+        if cause is not None:
+            reason = placement.verdicts[cause].reason or BreakReason.UNKNOWN
+            detail = f"its entries go through {short_name(cause)}"
+        elif left is not None:
+            reason, detail = BreakReason.CROSSES_TOKENS, f"{left.name} leaves the graph"
+        else:
+            continue
+        for node in ordered:
+            placement.make_break(node, reason, detail)
 
 
 def _through_views(placement: Placement, node: fx.Node) -> fx.Node:
@@ -326,19 +326,32 @@ def _break_terminal_projections(placement: Placement, sources: _Sources, graph: 
     """The vocabulary projection: a product with a weight, wider than its input, only returned.
 
     Its result is the caller's, for real rows only: run eagerly it is written straight there, and
-    logits for padded rows never exist.
+    logits for padded rows never exist. A product whose result joins other rows (the residual after
+    the shared expert of a last layer) is not the end of a model but of a layer.
     """
     returned_only: set[fx.Node] = set()
     for node in reversed(placement.nodes):
         if node.users and all(u.op == "output" or u in returned_only for u in node.users):
             returned_only.add(node)
     last = _last_matmuls(placement, returned_only)
-    tail = _descendants(placement, [node for node in last if _widens(node, sources)])
+    tail: set[fx.Node] = set()
+    for root in last:
+        after = _descendants(placement, [root]) if _widens(root, sources) else set()
+        if not _joins_rows(placement, after - {root}, after):
+            tail |= after
     kept = [n for n in placement.nodes if n not in tail and not placement.is_break(n)]
     if any(MATMULS & set(placement.verdicts[n].operators) for n in kept):
         for node in placement.nodes:
             if node in tail:
                 placement.make_break(node, BreakReason.TERMINAL)
+
+
+def _joins_rows(placement: Placement, nodes: set[fx.Node], tail: set[fx.Node]) -> bool:
+    return any(
+        placement.verdicts[arg].token_shaped and arg not in tail
+        for node in nodes
+        for arg in node.all_input_nodes
+    )
 
 
 def _last_matmuls(placement: Placement, returned_only: set[fx.Node]) -> list[fx.Node]:

@@ -9,6 +9,7 @@ signature: the second decoder layer costs a dictionary look-up per node.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,8 +25,8 @@ from .normalize import MISSING, call, value_of
 from .operators import Matcher, is_attention, operator_name, short_name
 from .symbols import SYMBOLIC, expr_of, free_symbols, is_scalar, is_unbacked
 from .trace import TracedGraph
-from .tracker import Axes, RowTracker
-from .verdict import BreakReason, Kind, NotRowwise, Opaque, State, Verdict
+from .tracker import Axes, Known, RowTracker, forgotten
+from .verdict import BreakReason, Contents, Kind, NotRowwise, Opaque, State, Verdict, is_local
 
 SIZE_QUERIES = frozenset(
     "size numel nelement dim ndimension stride storage_offset getattr len len__ getitem sym_size "
@@ -82,6 +83,8 @@ class _Analyzer:
         self.rowwise = Matcher(rowwise_ops)
         self.device_type = traced.device.type
         self._known: dict[Any, Verdict] = {}
+        self._written: dict[fx.Node, list[Known]] = {}
+        self._touching: dict[int, list[fx.Node]] = defaultdict(list)
 
     # --- verdicts -------------------------------------------------------------------------------
 
@@ -93,6 +96,42 @@ class _Analyzer:
             self.verdicts[node] = Verdict(Kind.HOST, has_kernel=False)
         else:
             self.verdicts[node] = self._call(node, value)
+            self._follow_writes(node)
+
+    def _follow_writes(self, node: fx.Node) -> None:
+        """What is known of numbers is right until they are written over.
+
+        States of whole rows outlive a write, as the shape does; an order and the like do not.
+        """
+        verdict = self.verdicts[node]
+        tensors = _tensor_args(node)
+        for position, index in enumerate(verdict.mutates):
+            arg = tensors[index]
+            for storage in _storages(arg):
+                for other in self._touching.pop(storage, ()):
+                    self._written[other] = [
+                        (forgotten(state), None) if own == storage else (state, held)
+                        for own, (state, held) in zip(
+                            _storages(other), self._now(other), strict=True
+                        )
+                    ]
+            if verdict.after and isinstance(value_of(arg), torch.Tensor):
+                self._written[arg] = [verdict.after[position]]
+                self._touch(arg)
+        if verdict.local or any(verdict.contents):
+            self._touch(node)
+
+    def _touch(self, node: fx.Node) -> None:
+        for storage in set(_storages(node)):
+            self._touching[storage].append(node)
+
+    def _now(self, node: fx.Node) -> list[Known]:
+        """What is known of each tensor in a node's value at this point of the graph."""
+        if node in self._written:
+            return self._written[node]
+        verdict = self.verdicts[node]
+        contents = verdict.contents or (None,) * len(verdict.states)
+        return list(zip(verdict.states, contents, strict=True))
 
     def _source(self, value: Any) -> Verdict:
         states = tuple(
@@ -118,7 +157,7 @@ class _Analyzer:
         if known is not None:
             return known
         verdict = self._judge_call(node, value)
-        if signature is not None:
+        if signature is not None and not verdict.local:  # each sort is one of its own
             self._known[signature] = verdict
         return verdict
 
@@ -142,15 +181,20 @@ class _Analyzer:
             )
         fault = self._named_fault(node, tracker) or tracker.fault or self._placement(node, outputs)
         states = by_shape
+        contents: tuple[Contents | None, ...] = (None,) * len(outputs)
         if fault is None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            states = tuple(tracker.states.get(id(leaf)) for leaf in leaves)
+            states = tuple(tracker.known(leaf)[0] for leaf in leaves)
+            contents = tuple(tracker.known(leaf)[1] for leaf in leaves)
             fault = self._first_contradiction(outputs, states)
         mutates = self._mutated(node, tracker)
         verdict = Verdict(
             Kind.CAPTURE,
             states=by_shape if fault else states,
+            contents=(None,) * len(outputs) if fault else contents,
             mutates=mutates,
+            after=self._after(node, tracker, mutates, fault),
+            in_range=tracker.in_range,
             random=tracker.random,
             has_kernel=tracker.has_kernel,
             operators=tuple(dict.fromkeys(tracker.operators)),
@@ -160,6 +204,21 @@ class _Analyzer:
         if node.target is torch.tensor:
             return replace(verdict, kind=Kind.CONSTANT)
         return verdict
+
+    def _after(
+        self, node: fx.Node, tracker: RowTracker, mutates: Sequence[int], fault: NotRowwise | None
+    ) -> tuple[Known, ...]:
+        """What is known of each written argument once the node has run."""
+        tensors = _tensor_args(node)
+        known: list[Known] = []
+        for index in mutates:
+            arg = tensors[index]
+            leaf = value_of(arg)
+            if fault is None and isinstance(leaf, torch.Tensor):
+                known.append(tracker.known(leaf))
+            else:
+                known.append((forgotten(self._now(arg)[0][0]), None))
+        return tuple(known)
 
     def _is_live_number(self, node: fx.Node) -> bool:
         """Whether a node gives a number that only running it tells."""
@@ -177,12 +236,11 @@ class _Analyzer:
         return Verdict(Kind.BREAK, reason, name, states, mutates=tuple(range(writes)), random=draws)
 
     def _track(self, node: fx.Node) -> tuple[RowTracker, Any]:
-        states: dict[int, State] = {}
+        arguments: list[tuple[torch.Tensor, Known]] = []
         for arg in node.all_input_nodes:
             leaves = [x for x in tree_leaves(value_of(arg)) if isinstance(x, torch.Tensor)]
-            for leaf, state in zip(leaves, self.verdicts[arg].states, strict=False):
-                states[id(leaf)] = state
-        tracker = RowTracker(self.axes, states, self.rowwise.operator)
+            arguments += zip(leaves, self._now(arg), strict=False)
+        tracker = RowTracker(self.axes, arguments, self.rowwise.operator)
         args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
         fake_mode = self.traced.fake_mode
         with ExitStack() as stack:
@@ -220,7 +278,7 @@ class _Analyzer:
             placed = not any(
                 isinstance(state, Opaque)
                 for arg in node.all_input_nodes
-                for state in self.verdicts[arg].states
+                for state, _ in self._now(arg)
             )
             promotable = (BreakReason.UNKNOWN, BreakReason.CROSSES_TOKENS)
             if placed and tracker.fault.reason in promotable:
@@ -268,6 +326,8 @@ class _Analyzer:
         """Everything a verdict depends on; None when it cannot be compared."""
         if self.marked.node(node) or self.rowwise.node(node):
             return None
+        if any(is_local(state) for arg in node.all_input_nodes for state, _ in self._now(arg)):
+            return None  # it may name a sort, which is in no other layer
         leaves, spec = tree_flatten((node.args, dict(node.kwargs)), is_leaf=_is_slice)
         parts: list[Any] = [node.op, node.target, autocast_of(node), str(spec)]
         seen: dict[Any, int] = {}
@@ -294,7 +354,7 @@ class _Analyzer:
                 tuple(expr_of(stride) for stride in value.stride()),
                 value.dtype,
                 value.device,
-                self.verdicts[leaf].states[0],
+                self._now(leaf)[0],
                 seen.setdefault(leaf, len(seen)),
                 seen.setdefault(storage, len(seen)),
             )
@@ -313,6 +373,15 @@ def _changes_shape_in_place(node: fx.Node) -> bool:
 def _asks_for_size(node: fx.Node) -> bool:
     """Whether a node reads off a tensor what its shape and type tell."""
     return short_name(node).lstrip("_").removesuffix(".default") in SIZE_QUERIES
+
+
+def _storages(node: fx.Node) -> list[int]:
+    """The storage behind each tensor in a node's value."""
+    return [
+        leaf.untyped_storage()._cdata
+        for leaf in tree_leaves(value_of(node))
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def _is_slice(value: Any) -> bool:

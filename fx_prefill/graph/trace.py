@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -66,6 +67,11 @@ class TracedGraph:
     folded: dict[int, float] = field(default_factory=dict)
     fake_mode: FakeTensorMode | None = None
     claims: tuple[MaskClaim, ...] = ()
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        """Argument index of each placeholder."""
+        return {node: index for index, node in enumerate(self.placeholders)}
 
     @property
     def live(self) -> tuple[fx.Node, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +12,38 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .rules import RULES, OpCall, no_host_values, pointwise
+from .operators import EXPERT_FUNCTIONS
+from .rules import (
+    ROUTING,
+    RULES,
+    OpCall,
+    contents_of,
+    expert_function,
+    in_range,
+    no_host_values,
+    pointwise,
+)
 from .symbols import SYMBOLIC, expr_of, free_symbols, is_unbacked, layout_symbols
-from .verdict import BreakReason, NotRowwise, Opaque, State, TokenAxis, shape_state
+from .verdict import (
+    BreakReason,
+    Contents,
+    NotRowwise,
+    Opaque,
+    Routing,
+    RoutingKind,
+    State,
+    TokenAxis,
+    is_local,
+    shape_state,
+    sort_size,
+)
 
+OVERWRITTEN = Opaque(BreakReason.CROSSES_TOKENS, "sorted entries were written over in place")
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+Known = tuple[State, Contents | None]
+"""What is known of a tensor: where its rows are, and what its numbers are."""
 
 
 class Axes:
@@ -23,6 +52,7 @@ class Axes:
     def __init__(self, token: sympy.Symbol | None, size_symbols: frozenset[sympy.Symbol]) -> None:
         self.token = token
         self.size_symbols = size_symbols
+        self.numbers = itertools.count()
 
     def shape_state(self, tensor: torch.Tensor) -> State:
         """State of a tensor judged by its shape alone."""
@@ -35,15 +65,27 @@ class Axes:
         from_shape = self.shape_state(tensor)
         if from_shape == state:
             return None
-        if isinstance(state, TokenAxis) and isinstance(from_shape, Opaque):
-            sizes = [expr_of(size) for size in tensor.shape]
+        misplaced = Opaque(BreakReason.UNKNOWN, f"its token axis is not where expected ({state})")
+        if is_unbacked(tensor) or layout_symbols(tensor) - self.size_symbols:
+            return from_shape if isinstance(from_shape, Opaque) else misplaced
+        sizes = [expr_of(size) for size in tensor.shape]
+        if isinstance(state, Routing):
+            return None if self._fits_routing(sizes, state) else misplaced
+        if isinstance(state, TokenAxis):
             others = [size for dim, size in enumerate(sizes) if dim != state.dim]
-            flattened = sympy.expand(sympy.sympify(sizes[state.dim]) - state.outer * self.token)
-            if flattened == 0 and self.token not in free_symbols(tuple(others)):
+            expected = state.outer * state.inner * self.token
+            if sympy.expand(
+                sympy.sympify(sizes[state.dim]) - expected
+            ) == 0 and self.token not in free_symbols(tuple(others)):
                 return None
-        if isinstance(from_shape, Opaque):
-            return from_shape
-        return Opaque(BreakReason.UNKNOWN, f"its token axis is not where expected ({state})")
+        return from_shape if isinstance(from_shape, Opaque) else misplaced
+
+    def _fits_routing(self, sizes: list[Any], state: Routing) -> bool:
+        if len(sizes) != 1:
+            return False
+        if state.kind in (RoutingKind.COUNTS, RoutingKind.ENDS):
+            return bool(sizes[0] == state.num_groups)
+        return bool(sympy.expand(sizes[0] - sort_size(state.by, self.token)) == 0)
 
     def refuse_foreign_scalars(self, name: str, named: dict[str, Any]) -> None:
         """A number that changes between calls may not be baked into a capture."""
@@ -63,15 +105,26 @@ class Axes:
 
 
 class RowTracker(TorchDispatchMode):
-    """Watches the ATen operators of one node and carries states through them."""
+    """Watches the ATen operators of one node and carries states through them.
+
+    ``arguments`` are the tensors that the node reads, with what is known of each.
+    """
 
     def __init__(
-        self, axes: Axes, states: dict[int, State], is_rowwise: Callable[[str], bool]
+        self,
+        axes: Axes,
+        arguments: Sequence[tuple[torch.Tensor, Known]],
+        is_rowwise: Callable[[str], bool],
     ) -> None:
         super().__init__()
         self.axes = axes
         self.is_rowwise = is_rowwise
-        self.states = states
+        self.states: dict[int, State] = {}
+        self.contents: dict[int, Contents] = {}
+        self.in_range = True
+        self._by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor, known in arguments:
+            self._know(tensor, *known)
         self.fault: NotRowwise | None = None
         self.random = False
         self.has_kernel = False
@@ -94,15 +147,53 @@ class RowTracker(TorchDispatchMode):
         named = _bind(func, args, kwargs)
         self._note(func, named)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        contents: Sequence[Contents | None] = [None] * len(outputs)
+        opcall = self._opcall(func, named, out)
         try:
-            states = self._judge(func, named, out)
+            states = self._judge(func, opcall)
             self._check(func, outputs, states)
+            contents = contents_of(opcall, states)
         except NotRowwise as fault:
             self.fault = self.fault or fault
             states = [self.axes.shape_state(leaf) for leaf in outputs]
-        for leaf, state in zip(outputs, states, strict=True):
-            self.states[id(leaf)] = state
+        self.in_range &= in_range(opcall)
+        self._forget_written(func, named)
+        for leaf, state, held in zip(outputs, states, contents, strict=True):
+            self._know(leaf, state, held)
         return out
+
+    def known(self, tensor: torch.Tensor) -> Known:
+        """State and contents of a tensor, as they are now."""
+        return self.states.get(id(tensor)), self.contents.get(id(tensor))
+
+    def _know(self, tensor: torch.Tensor, state: State, held: Contents | None) -> None:
+        self.states[id(tensor)] = state
+        if held is not None:
+            self.contents[id(tensor)] = held
+        if held is not None or is_local(state):
+            self._by_storage[tensor.untyped_storage()._cdata].append(tensor)
+
+    def _opcall(self, func: Any, named: dict[str, Any], out: Any) -> OpCall:
+        name = func._schema.name.rpartition("::")[2]
+        short = name.rstrip("_") if func._schema.is_mutable else name
+        axes = self.axes
+        return OpCall(
+            short,
+            named,
+            out,
+            self.states,
+            axes.token,
+            axes.size_symbols,
+            self.contents,
+            axes.numbers,
+        )
+
+    def _forget_written(self, func: Any, named: dict[str, Any]) -> None:
+        """What was known of numbers that are now others; the shape still says where rows are."""
+        for written in _written(func, named):
+            for tensor in self._by_storage.pop(written.untyped_storage()._cdata, ()):
+                self.contents.pop(id(tensor), None)
+                self.states[id(tensor)] = forgotten(self.states[id(tensor)])
 
     def _note(self, func: Any, named: dict[str, Any]) -> None:
         """What the operator does besides computing: randomness, writes, kernels."""
@@ -111,34 +202,36 @@ class RowTracker(TorchDispatchMode):
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         short = name.rpartition("::")[2]
         self.has_kernel |= not (func.is_view or short in EMPTY)
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in tree_leaves(named.get(argument.name)):
-                    if isinstance(leaf, torch.Tensor):
-                        self.mutated.add(leaf.untyped_storage()._cdata)
+        self.mutated.update(leaf.untyped_storage()._cdata for leaf in _written(func, named))
 
-    def _judge(self, func: Any, named: dict[str, Any], out: Any) -> Sequence[State]:
-        axes = self.axes
+    def _judge(self, func: Any, opcall: OpCall) -> Sequence[State]:
+        axes, named, out, short = self.axes, opcall.named, opcall.out, opcall.name
         namespace, _, name = func._schema.name.rpartition("::")
-        short = name.rstrip("_") if func._schema.is_mutable else name
         if any(is_unbacked(leaf) for leaf in tree_leaves(out)) or (
             torch.Tag.data_dependent_output in func.tags
         ):
             raise NotRowwise(BreakReason.DATA_DEPENDENT, f"{name} makes a size from data")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotRowwise(BreakReason.RANDOM, f"{name} draws random numbers")
-        opcall = OpCall(short, named, out, self.states, axes.token, axes.size_symbols)
         if is_attention_name(namespace, name):
             raise NotRowwise(BreakReason.ATTENTION, name)
         if self.is_rowwise(func._schema.name):
             return [axes.shape_state(leaf) for leaf in opcall.outputs]
         for tensor in opcall.tensors:
-            opcall.axis(tensor)  # refuses one whose shape could not be placed
+            opcall.refuse_opaque(tensor)
         axes.refuse_foreign_scalars(name, named)
         if self._token_free(opcall):
             axes.refuse_token_scalars(name, named)
             if namespace == "aten":
                 return [None] * len(opcall.outputs)
+        routed = next(filter(None, map(opcall.routing, opcall.tensors)), None)
+        if routed is not None:
+            if namespace != "aten" or short not in ROUTING:
+                raise opcall.crosses(f"reads {routed.kind.value} as values")
+            no_host_values(opcall)
+            return list(ROUTING[short](opcall))
+        if func._schema.name in EXPERT_FUNCTIONS:
+            return list(expert_function(opcall))
         if namespace == "aten":
             found = RULES.get(f"{short}.{func._overloadname}") or RULES.get(short)
             if found is None and torch.Tag.pointwise in func.tags:
@@ -160,6 +253,11 @@ class RowTracker(TorchDispatchMode):
             problem = self.axes.contradiction(leaf, state)
             if problem is not None:
                 raise NotRowwise(problem.reason, f"{func._schema.name}: {problem.detail}")
+
+
+def forgotten(state: State) -> State:
+    """The state of a tensor after a write that nobody followed."""
+    return OVERWRITTEN if is_local(state) else state
 
 
 def _is_query(func: Any, out: Any) -> bool:
@@ -190,6 +288,17 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
         else:
             named[argument.name] = argument.default_value
     return named
+
+
+def _written(func: Any, named: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    return [
+        leaf
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(named.get(argument.name))
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def _scalars_in(value: Any) -> tuple[Any, ...]:

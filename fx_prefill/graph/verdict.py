@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import sympy
@@ -47,15 +47,78 @@ class NotRowwise(Exception):
 
 
 @dataclass(frozen=True)
+class Sorting:
+    """One sort of ``outer * tokens * inner`` entries, told from every other by ``number``.
+
+    ``bound`` says that all keys are in ``[0, bound)``; None when that is not known.
+    """
+
+    number: int
+    outer: Expr
+    inner: Expr
+    bound: int | None
+    ascending: bool
+
+
+@dataclass(frozen=True)
 class TokenAxis:
-    """Dimension ``dim`` holds ``outer`` runs of the tokens, one after the other.
+    """Dimension ``dim`` holds ``outer`` runs of the tokens, each token ``inner`` times in a row.
 
     ``outer`` is 1 for a plain ``[..., tokens, ...]`` and the batch for a flattened
     ``[batch * tokens, ...]``, whose real rows are a strided view of ``[batch, tokens, ...]``.
+    ``inner`` is not 1 where a token has several entries, one for each of its experts. With an
+    ``order``, the entries stand in the order that this sort gave them.
     """
 
     dim: int
     outer: Expr = 1
+    inner: Expr = 1
+    order: Sorting | None = None
+
+    def at(self, dim: int) -> TokenAxis:
+        """The same axis at another dimension."""
+        return replace(self, dim=dim)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether entries stand by token, as they do in everything that is not sorted."""
+        return self.order is None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the axis has one entry a token, by token: what buffers and breaks understand."""
+        return self.order is None and self.inner == 1
+
+
+class RoutingKind(str, Enum):
+    """What the numbers of a routing tensor are; ``p`` is the permutation of a sort."""
+
+    ORDER = "the order of a sort"
+    """``p``: entry ``p[i]`` came to place ``i``."""
+
+    ROW_OF = "the rows behind the order of a sort"
+    """``p // inner``: the token whose entry came to place ``i``."""
+
+    INVERSE = "the inverse of the order of a sort"
+    """The place that entry ``i`` came to."""
+
+    COUNTS = "group sizes"
+    """How many entries have each key, those of padded rows included."""
+
+    ENDS = "group ends"
+    """Where each key's entries end among the sorted ones."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Numbers that depend on all rows, padded ones too, and are right only where they belong.
+
+    No operator may read them but those that :mod:`rules.routing` lists: see the note there.
+    """
+
+    kind: RoutingKind
+    by: Sorting
+    num_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +129,35 @@ class Opaque:
     detail: str
 
 
-State = TokenAxis | Opaque | None
+State = TokenAxis | Routing | Opaque | None
 """None is a tensor without a token axis: the same shape at every token count."""
+
+
+def is_local(state: State) -> bool:
+    """Whether a value makes sense only beside its makers and readers, in one partition.
+
+    Which padded rows are among sorted entries, and where, only the sort knows: nobody can take the
+    real rows out of such a value at a boundary.
+    """
+    return isinstance(state, Routing) or (isinstance(state, TokenAxis) and not state.plain)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is known of the numbers in a tensor, beyond where its rows are.
+
+    ``bound``: all are whole and in ``[0, bound)``. ``keys``: they are the keys of this sort, in
+    its order. ``counting``: they are 0, 1, 2, ... up to this size.
+    """
+
+    bound: int | None = None
+    keys: Sorting | None = None
+    counting: Expr | None = None
+
+
+def sort_size(by: Sorting, token: sympy.Symbol | None) -> Expr:
+    """How many entries a sort has."""
+    return by.outer * by.inner * token
 
 
 def shape_state(
@@ -119,15 +209,20 @@ class Kind(str, Enum):
 class Verdict:
     """What the analysis found out about one node.
 
-    ``states`` are those of the tensors in its value, in order. ``mutates`` are indices into its
-    tensor arguments. ``has_kernel`` is False for pure views.
+    ``states`` and ``contents`` are those of the tensors in its value, in order. ``mutates`` are
+    indices into its tensor arguments, and ``after`` says what each of those holds afterwards.
+    ``in_range`` is False for a look-up by token whose indices may lie outside its table.
+    ``has_kernel`` is False for pure views.
     """
 
     kind: Kind
     reason: BreakReason | None = None
     detail: str = ""
     states: tuple[State, ...] = ()
+    contents: tuple[Contents | None, ...] = ()
     mutates: tuple[int, ...] = ()
+    after: tuple[tuple[State, Contents | None], ...] = ()
+    in_range: bool = True
     random: bool = False
     has_kernel: bool = True
     operators: tuple[str, ...] = ()
@@ -136,6 +231,11 @@ class Verdict:
     def token_shaped(self) -> bool:
         """Whether some result has a token axis."""
         return any(isinstance(state, TokenAxis) for state in self.states)
+
+    @property
+    def local(self) -> bool:
+        """Whether some result must not leave its partition."""
+        return any(map(is_local, self.states))
 
     @property
     def pure(self) -> bool:

@@ -73,6 +73,7 @@ class GraphReport:
     real_rows: int = 0
     padded_rows: int = 0
     recaptures: int = 0
+    evicted_batches: int = 0
 
     @property
     def num_segments(self) -> int:
@@ -157,6 +158,7 @@ def _with_counts(report: GraphReport, counts: Counts, **more: Any) -> GraphRepor
         real_rows=counts.real_rows,
         padded_rows=counts.padded_rows,
         recaptures=counts.recaptures,
+        evicted_batches=counts.evicted_batches,
         **more,
     )
 

@@ -146,6 +146,8 @@ def _footnotes(graph: GraphReport) -> list[str]:
     notes.extend(f"  ran eagerly {count}x: {why}" for why, count in graph.fallbacks.items())
     if graph.recaptures:
         notes.append(f"  captured again {graph.recaptures}x because weights moved")
+    if graph.evicted_batches:
+        notes.append(f"  gave up the programs of a batch {graph.evicted_batches}x (max_batches)")
     return notes
 
 

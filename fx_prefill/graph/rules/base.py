@@ -7,9 +7,10 @@ and touches the token axis is unknown, and unknown means break.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -17,14 +18,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..symbols import SYMBOLIC, Expr, expr_of, size_exprs
-from ..verdict import BreakReason, NotRowwise, Opaque, State, TokenAxis
+from ..verdict import BreakReason, Contents, NotRowwise, Opaque, Routing, State, TokenAxis
 
 
 @dataclass(frozen=True)
 class OpCall:
     """One ATen call with its arguments by schema name.
 
-    ``states`` gives the state of each tensor argument by ``id``; ``token`` is the token symbol.
+    ``states`` gives the state of each tensor argument by ``id``, and ``contents`` what is known
+    of its numbers; ``token`` is the token symbol. ``numbers`` tells sorts apart.
     """
 
     name: str
@@ -33,6 +35,8 @@ class OpCall:
     states: dict[int, State]
     token: sympy.Symbol | None
     size_symbols: frozenset[sympy.Symbol]
+    contents: dict[int, Contents] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __getitem__(self, name: str) -> Any:
         return self.named.get(name)
@@ -42,9 +46,26 @@ class OpCall:
         if not isinstance(tensor, torch.Tensor):
             return None
         state = self.states.get(id(tensor))
+        self.refuse_opaque(tensor)
+        if isinstance(state, Routing):
+            raise self.crosses(f"reads {state.kind.value} as values")
+        assert not isinstance(state, Opaque)
+        return state
+
+    def refuse_opaque(self, tensor: torch.Tensor) -> None:
+        """Raise for an argument whose shape could not be placed."""
+        state = self.states.get(id(tensor))
         if isinstance(state, Opaque):
             raise NotRowwise(state.reason, f"aten.{self.name} reads a tensor where {state.detail}")
-        return state
+
+    def routing(self, tensor: Any) -> Routing | None:
+        """The state of an argument that holds an order, group sizes or the like."""
+        state = self.states.get(id(tensor))
+        return state if isinstance(state, Routing) else None
+
+    def held(self, tensor: Any) -> Contents | None:
+        """What is known of an argument's numbers."""
+        return self.contents.get(id(tensor))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -94,6 +115,15 @@ def product_of(sizes: Sequence[Expr]) -> Expr:
     return math.prod(sizes, start=sympy.Integer(1))
 
 
+def whole_quotient(expr: Expr, divisor: Expr) -> Expr | None:
+    """``expr / divisor`` where that is whole for all sizes, else None."""
+    quotient = sympy.cancel(sympy.sympify(expr) / sympy.sympify(divisor))
+    numerator, denominator = sympy.fraction(quotient)
+    if denominator != 1:
+        return None
+    return int(numerator) if numerator.is_Integer else numerator
+
+
 def for_all(call: OpCall, state: State) -> list[State]:
     return [state] * len(call.outputs)
 
@@ -122,7 +152,7 @@ def merge_axes(call: OpCall, rank: int, tensors: Sequence[Any]) -> TokenAxis | N
         axis = call.axis(tensor)
         if axis is None:
             continue
-        placed = TokenAxis(rank - tensor.dim() + axis.dim, axis.outer)
+        placed = axis.at(rank - tensor.dim() + axis.dim)
         if merged is not None and placed != merged:
             raise call.crosses("combines operands whose token axes do not line up")
         merged = placed

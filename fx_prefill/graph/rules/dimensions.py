@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..verdict import State, TokenAxis
+from ..verdict import State
 from .base import OpCall, for_all, pointwise, refuse_axis, rule
 
 
@@ -35,13 +35,13 @@ def _reduction(call: OpCall) -> Sequence[State]:
     refuse_axis(call, axis, dims, "reduces over the token axis")
     if axis is None or call["keepdim"]:
         return for_all(call, axis)
-    return for_all(call, TokenAxis(axis.dim - sum(dim < axis.dim for dim in dims), axis.outer))
+    return for_all(call, axis.at(axis.dim - sum(dim < axis.dim for dim in dims)))
 
 
 @rule(
     *(
         "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod cummax "
-        "cummin logcumsumexp sort argsort topk glu unfold"
+        "cummin logcumsumexp argsort topk glu unfold"
     ).split()
 )
 def _along(call: OpCall) -> Sequence[State]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..verdict import BreakReason, NotRowwise, State, TokenAxis
+from ..verdict import BreakReason, NotRowwise, State
 from .base import OpCall, merge_axes, refuse_axis, rule
 
 
@@ -22,7 +22,7 @@ def _index_select(call: OpCall) -> Sequence[State]:
     source, index = call.axis(call["self"]), call.axis(call["index"])
     dim = call["dim"] % call["self"].dim()
     if source is None:
-        return [None if index is None else TokenAxis(dim, index.outer)]
+        return [None if index is None else index.at(dim)]
     if index is not None or source.dim == dim:
         raise call.crosses("picks rows along the token axis")
     return [source]
@@ -42,11 +42,11 @@ def _index(call: OpCall) -> Sequence[State]:
     if where != list(range(where[0], where[0] + len(where))):
         raise NotRowwise(BreakReason.UNKNOWN, "aten.index with separated index tensors")
     if axis is None and picked is not None:
-        return [TokenAxis(where[0] + picked.dim, picked.outer)]
+        return [picked.at(where[0] + picked.dim)]
     if axis is None or picked is not None or axis.dim in where:
         raise call.crosses("picks rows along the token axis")
     moved = axis.dim if axis.dim < where[0] else axis.dim - len(where) + rank
-    return [TokenAxis(moved, axis.outer)]
+    return [axis.at(moved)]
 
 
 @rule("gather")

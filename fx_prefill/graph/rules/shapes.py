@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import sympy
 import torch
 
 from ..symbols import Expr, expr_of, free_symbols, size_exprs
 from ..verdict import BreakReason, NotRowwise, State, TokenAxis, shape_state
-from .base import OpCall, for_all, merge_axes, product_of, refuse_axis, rule, same_expr
+from .base import (
+    OpCall,
+    for_all,
+    merge_axes,
+    product_of,
+    refuse_axis,
+    rule,
+    same_expr,
+    whole_quotient,
+)
 
 INT64_MAX = 2**63 - 1
 
@@ -25,18 +33,24 @@ def _view(call: OpCall) -> Sequence[State]:
 
 def _reshaped(call: OpCall, axis: TokenAxis, old: tuple[Expr, ...], new: tuple[Expr, ...]) -> State:
     """The axis after a reshape: what is before and after the tokens must stay so."""
-    before = sympy.sympify(product_of(old[: axis.dim])) * axis.outer
+    before = product_of(old[: axis.dim])
     after = product_of(old[axis.dim + 1 :])
     for dim, size in enumerate(new):
         if call.token not in free_symbols(size):
             continue
-        outer = sympy.cancel(sympy.sympify(size) / call.token)
-        if call.token in outer.free_symbols or outer.is_integer is False:
+        if not axis.in_order:
+            # Sorted entries belong to no token by their place: their dimension stays as it is.
+            if (
+                same_expr(size, old[axis.dim])
+                and same_expr(product_of(new[:dim]), before)
+                and same_expr(product_of(new[dim + 1 :]), after)
+            ):
+                return axis.at(dim)
             break
-        if same_expr(product_of(new[:dim]) * outer, before) and same_expr(
-            product_of(new[dim + 1 :]), after
-        ):
-            return TokenAxis(dim, int(outer) if outer.is_Integer else outer)
+        outer = whole_quotient(before * axis.outer, product_of(new[:dim]))
+        inner = whole_quotient(axis.inner * after, product_of(new[dim + 1 :]))
+        if outer is not None and inner is not None and same_expr(outer * inner * call.token, size):
+            return TokenAxis(dim, outer, inner)
         break
     raise call.crosses(f"folds the token axis with features ({old} -> {new})")
 
@@ -54,7 +68,7 @@ def _expand(call: OpCall) -> Sequence[State]:
     axis = call.axis(call["self"])
     if axis is None:
         return [shape_state(call.out, call.token, call.size_symbols)]
-    return [TokenAxis(call.out.dim() - call["self"].dim() + axis.dim, axis.outer)]
+    return [axis.at(call.out.dim() - call["self"].dim() + axis.dim)]
 
 
 @rule("permute")
@@ -62,7 +76,7 @@ def _permute(call: OpCall) -> Sequence[State]:
     axis, rank = call.axis(call["self"]), call["self"].dim()
     if axis is None:
         return [None]
-    return [TokenAxis([dim % rank for dim in call["dims"]].index(axis.dim), axis.outer)]
+    return [axis.at([dim % rank for dim in call["dims"]].index(axis.dim))]
 
 
 @rule("transpose", "t", "numpy_T", "mT")
@@ -74,7 +88,7 @@ def _transpose(call: OpCall) -> Sequence[State]:
     if first is None:
         first, second = (0, 1) if rank == 2 else (0, 0)
     swap = {first % rank: second % rank, second % rank: first % rank}
-    return [TokenAxis(swap.get(axis.dim, axis.dim), axis.outer)]
+    return [axis.at(swap.get(axis.dim, axis.dim))]
 
 
 @rule("unsqueeze")
@@ -83,7 +97,7 @@ def _unsqueeze(call: OpCall) -> Sequence[State]:
     if axis is None:
         return [None]
     at = call["dim"] % call.out.dim()
-    return [TokenAxis(axis.dim + (at <= axis.dim), axis.outer)]
+    return [axis.at(axis.dim + (at <= axis.dim))]
 
 
 @rule("squeeze")
@@ -96,7 +110,7 @@ def _squeeze(call: OpCall) -> Sequence[State]:
     rank = source.dim()
     dims = range(rank) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
     gone = [dim % rank for dim in dims if size_exprs(source)[dim % rank] == 1]
-    return [TokenAxis(axis.dim - sum(dim < axis.dim for dim in gone), axis.outer)]
+    return [axis.at(axis.dim - sum(dim < axis.dim for dim in gone))]
 
 
 @rule("slice")
@@ -130,7 +144,7 @@ def _select(call: OpCall) -> Sequence[State]:
     refuse_axis(call, axis, [dim], "picks along the token axis")
     if axis is None:
         return for_all(call, None)
-    return for_all(call, TokenAxis(axis.dim - (dim < axis.dim), axis.outer))
+    return for_all(call, axis.at(axis.dim - (dim < axis.dim)))
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
@@ -167,11 +181,13 @@ def _repeat(call: OpCall) -> Sequence[State]:
     if axis is None:
         return [shape_state(call.out, call.token, call.size_symbols)]
     dim = len(repeats) - call["self"].dim() + axis.dim
+    if not axis.in_order and repeats[dim] != 1:
+        raise call.crosses("repeats sorted entries")
     if free_symbols(tuple(call["repeats"])) - call.size_symbols or call.token in free_symbols(
         tuple(call["repeats"])
     ):
         raise NotRowwise(BreakReason.HOST_SCALAR, "aten.repeat by a count that changes")
-    return [TokenAxis(dim, repeats[dim] * axis.outer)]
+    return [TokenAxis(dim, repeats[dim] * axis.outer, axis.inner, axis.order)]
 
 
 @rule("cat")
@@ -197,4 +213,4 @@ def _stack(call: OpCall) -> Sequence[State]:
     if axis is None:
         return [None]
     at = (call["dim"] or 0) % call.out.dim()
-    return [TokenAxis(axis.dim + (at <= axis.dim), axis.outer)]
+    return [axis.at(axis.dim + (at <= axis.dim))]

@@ -17,6 +17,7 @@ from .execution.dispatch import PrefillRuntime, whole_ladder
 from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
 from .graph.trace import trace
+from .opaque.install import OpaqueModules, installed
 from .options import Options, parse_options
 from .reporting.explain import (
     GraphReport,
@@ -41,9 +42,11 @@ class CompiledPrefill:
         target: Callable[..., Any],
         options: Mapping[str, Any],
         token_dims: Mapping[str | int, int] | None,
+        break_modules: Any = (),
     ) -> None:
         self.module = target
         self.options: Options = parse_options(options)
+        self._opaque = OpaqueModules.install(target, break_modules)
         self._token_dims = token_dims
         self._call = target._call_impl if isinstance(target, torch.nn.Module) else target
         self._frame = fresh_frame(self._call)
@@ -75,6 +78,7 @@ class CompiledPrefill:
 
     def undo(self) -> None:
         """Give the module back as it was; its compiled graphs are dropped."""
+        self._opaque.restore()
         if isinstance(self.module, torch.nn.Module):
             self.module._compiled_call_impl = None
         torch._dynamo.reset_code(self._frame.__code__)
@@ -97,13 +101,17 @@ def compile(
     model: Callable[..., Any],
     *,
     token_dims: Mapping[str | int, int] | None = None,
+    break_modules: Any = (),
     **options: Any,
 ) -> CompiledPrefill:
     """Compile a model the recommended way: one trace for all lengths, in place for a module.
 
     ``options`` are those of the backend (see the README). ``token_dims`` names the token dimension
     of inputs by argument name or position where the default rule of
-    :func:`fx_prefill.tracing.mark_tokens` does not find it. Raises OptionError for bad options.
+    :func:`fx_prefill.tracing.mark_tokens` does not find it. ``break_modules`` names modules that
+    run eagerly as a whole, untraced: classes, qualified class names, predicates on a module, or
+    :class:`BreakModule`, besides those of a built-in table; None for none at all. Raises
+    OptionError for bad options.
     """
     if isinstance(model, CompiledPrefill):
         raise TypeError("this model is compiled already; call undo() on it first")
@@ -114,7 +122,7 @@ def compile(
             f"{type(model).__name__} is compiled already, by fx_prefill.compile or module.compile; "
             "undo that first"
         )
-    compiled = CompiledPrefill(model, options, token_dims)
+    compiled = CompiledPrefill(model, options, token_dims, break_modules)
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = compiled
     return compiled
@@ -167,11 +175,13 @@ def explain(
     *args: Any,
     prefill_options: Mapping[str, Any] | None = None,
     token_dims: Mapping[str | int, int] | None = None,
+    break_modules: Any = (),
     **kwargs: Any,
 ) -> Report:
     """Trace and partition a model for these inputs without running it.
 
-    Works on the meta device: no weight is read. ``prefill_options`` are those of the backend.
+    Works on the meta device: no weight is read. ``prefill_options`` are those of the backend;
+    ``break_modules`` as in :func:`compile`, a few of which may be run on a few rows of zeros.
     Containers among the arguments (a KV cache) are copied, so that tracing leaves them alone.
     """
     if isinstance(model, CompiledPrefill):
@@ -189,10 +199,15 @@ def explain(
     args, kwargs = _copy_containers(args), _copy_containers(kwargs)
     mark_tokens(args, kwargs, token_dims)
     frame = fresh_frame(call)
-    with tracing_config(), torch.no_grad():
+    opaque = () if isinstance(model, CompiledPrefill) else break_modules
+    with installed(_module_of(model), opaque), tracing_config(), torch.no_grad():
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))
+
+
+def _module_of(model: Any) -> Any:
+    return model.module if isinstance(model, CompiledPrefill) else model
 
 
 def _copy_containers(value: Any) -> Any:

@@ -326,3 +326,25 @@ def test_the_plain_door_says_that_it_is_too_late() -> None:
     )
     with pytest.raises(Exception, match=r"break_modules' is one of fx_prefill\.compile"):
         compiled(rows(20))
+
+
+def test_sizes_that_have_to_agree_are_guarded() -> None:
+    """A mask's batch and length are symbols of their own, as duck shaping is off."""
+
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (x * mask[:, :, None].to(x.dtype)).cumsum(1)
+
+    class Model(Around):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.leave(self.middle(self.enter(x), mask))
+
+    model = Model(Masked())
+    compiled = fx_prefill.compile(model, max_tokens=64, break_modules=[Masked])
+    for batch, n in [(3, 20), (3, 40), (4, 20), (1, 7), (2, 33), (20, 20)]:
+        x, mask = torch.randn(batch, n, WIDTH), torch.ones(batch, n, dtype=torch.long)
+        torch.testing.assert_close(model(x, mask), model.forward(x, mask), rtol=1e-4, atol=1e-5)
+    x, mask = torch.randn(3, 20, WIDTH), torch.ones(1, 20, dtype=torch.long)
+    torch.testing.assert_close(model(x, mask), model.forward(x, mask), rtol=1e-4, atol=1e-5)
+    graphs = compiled.report().graphs
+    assert sum(sum(graph.replays.values()) for graph in graphs) == 7

@@ -11,7 +11,7 @@ returns needs no such run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -45,13 +45,25 @@ class _Leaf:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class _Made:
+    """Results of a module for one form of its arguments.
+
+    ``equal`` are pairs of sizes that have to be the same for the module to run.
+    """
+
+    leaves: tuple[_Leaf | None, ...]
+    spec: Any
+    equal: tuple[tuple[int, int], ...]
+
+
 class FakeResults:
     """Results of one module by shape alone, worked out once for each form of its arguments."""
 
     def __init__(self, declared: Callable[..., Any] | None) -> None:
         self._declared = declared
         self._checked = False
-        self._known: dict[Any, tuple[list[Any], Any]] = {}
+        self._known: dict[Any, _Made] = {}
 
     def fake(
         self,
@@ -68,12 +80,14 @@ class FakeResults:
         if self._declared is not None and place is None:
             return self._declared(call.module, *args, **kwargs), ()
         leaves, spec = tree_flatten((args, kwargs, states))
-        key = (tuple(map(_form, leaves)), str(spec), place)
-        if key not in self._known:
-            self._known[key] = _probe(call, leaves, spec, place)
-        made, made_spec = self._known[key]
         sizes = _sizes(leaves)
-        return tree_unflatten([_make(leaf, sizes) for leaf in made], made_spec)
+        key = (tuple(map(_form, leaves)), _numbered(map(_hint, sizes)), str(spec), place)
+        if key not in self._known:
+            self._known[key] = _find_out(call, leaves, spec, place)
+        made = self._known[key]
+        for i, j in made.equal:
+            bool(sizes[i] == sizes[j])  # asked for, so that Dynamo guards on it
+        return tree_unflatten([_make(leaf, sizes) for leaf in made.leaves], made.spec)
 
     def check(self, call: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Compare the first real result with what was declared. Raises OpaqueModuleError."""
@@ -121,41 +135,93 @@ def own(name: str, results: Any, given: Sequence[Any]) -> Any:
 # --- running the module on zeros -----------------------------------------------------------------
 
 
-def _probe(call: Any, leaves: Sequence[Any], spec: Any, place: Any) -> tuple[list[Any], Any]:
-    """What the module returns for arguments of this form."""
-    symbols = sorted({s for leaf in leaves for s in _symbols(leaf)}, key=str)
-    rounds = PROBES if symbols else PROBES[:1]
-    sizes: list[list[int]] = []
-    outputs: list[list[Any]] = []
-    for base in rounds:
-        values = {symbol: base + 2 * index for index, symbol in enumerate(symbols)}
-        zeros = [_zeros(leaf, values) for leaf in leaves]
-        args, kwargs, states = tree_unflatten(zeros, spec)
-        with _outside_the_trace(), _untouched(call.module):
-            try:
-                result = call.run(args, kwargs, place, states)
-            except OpaqueModuleError:
-                raise
-            except Exception as error:
-                raise OpaqueModuleError(
-                    f"{type(call.module).__name__} was run on zeros to see what it returns, and "
-                    f"failed with {type(error).__name__}: {error}. Say what it returns: "
-                    "break_modules=[fx_prefill.BreakModule(match, result=...)]"
-                ) from error
-        found, found_spec = tree_flatten(result)
-        sizes.append(_sizes(zeros))
-        outputs.append(found)
+def _find_out(call: Any, leaves: Sequence[Any], spec: Any, place: Any) -> _Made:
+    """What the module returns for arguments of this form.
+
+    Unknown sizes are taken to be independent of each other. Where the module cannot run like that
+    (the batch of its mask must be that of its rows), those are taken to be equal that are equal in
+    this call, and stand in the same dimension or else anywhere.
+    """
+    sizes = _sizes(leaves)
+    places = _places(leaves)
+    groupings: list[list[Any]] = [
+        [_expr(size) for size in sizes],
+        [(_hint(size), dim) for size, dim in zip(sizes, places, strict=True)],
+        [_hint(size) for size in sizes],
+    ]
+    for grouping in groupings:
+        groups = _grouped(sizes, grouping)
+        try:
+            rounds = [_probe(call, leaves, spec, place, groups, base) for base in PROBES]
+        except OpaqueModuleError:
+            raise
+        except Exception as error:
+            failure = error
+            continue
+        return _explained(call, rounds, tuple(_equal_sizes(sizes, groups)))
+    raise OpaqueModuleError(
+        f"{type(call.module).__name__} was run on zeros to see what it returns, and failed with "
+        f"{type(failure).__name__}: {failure}. Say what it returns: "
+        "break_modules=[fx_prefill.BreakModule(match, result=...)]"
+    ) from failure
+
+
+def _probe(
+    call: Any,
+    leaves: Sequence[Any],
+    spec: Any,
+    place: Any,
+    groups: dict[sympy.Symbol, int],
+    base: int,
+) -> tuple[list[int], list[Any], Any]:
+    """Run the module once: sizes of the arguments, results, and their structure."""
+    values = {symbol: base + 2 * number for symbol, number in groups.items()}
+    zeros = [_zeros(leaf, values) for leaf in leaves]
+    args, kwargs, states = tree_unflatten(zeros, spec)
+    sizes = _sizes(zeros)
+    with _outside_the_trace(), _untouched(call.module):
+        result = call.run(args, kwargs, place, states)
+    return (sizes, *tree_flatten(result))
+
+
+def _explained(call: Any, rounds: Sequence[Any], equal: Sequence[tuple[int, int]]) -> _Made:
+    """Results whose sizes follow from those of the arguments in every round."""
+    sizes = [sizes for sizes, _, _ in rounds]
     made: list[_Leaf | None] = []
-    for position, tensor in enumerate(outputs[0]):
+    for position, tensor in enumerate(rounds[0][1]):
         if tensor is None:
             made.append(None)
             continue
-        shapes = [tuple(output[position].shape) for output in outputs]
+        shapes = [tuple(results[position].shape) for _, results, _ in rounds]
         recipes = tuple(
             _recipe(call, sizes, [shape[dim] for shape in shapes]) for dim in range(tensor.dim())
         )
         made.append(_Leaf(recipes, tensor.dtype, tensor.device))
-    return made, found_spec
+    return _Made(tuple(made), rounds[0][2], tuple(equal))
+
+
+def _grouped(sizes: Sequence[Any], grouping: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """Number of the group of each unknown size; those of one group get the same value."""
+    numbers: dict[Any, int] = {}
+    groups: dict[sympy.Symbol, int] = {}
+    for size, group in zip(sizes, grouping, strict=True):
+        expr = _expr(size)
+        if isinstance(expr, sympy.Symbol):
+            groups.setdefault(expr, numbers.setdefault(group, len(numbers)))
+        elif isinstance(expr, sympy.Basic):
+            for symbol in expr.free_symbols:
+                groups.setdefault(symbol, numbers.setdefault(symbol, len(numbers)))
+    return groups
+
+
+def _equal_sizes(
+    sizes: Sequence[Any], groups: dict[sympy.Symbol, int]
+) -> Iterator[tuple[int, int]]:
+    first: dict[int, int] = {}
+    for index, size in enumerate(sizes):
+        number = groups.get(_expr(size))
+        if number is not None and first.setdefault(number, index) != index:
+            yield first[number], index
 
 
 def _recipe(call: Any, sizes: list[list[int]], seen: list[int]) -> Recipe:
@@ -191,6 +257,17 @@ def _make(leaf: _Leaf | None, sizes: Sequence[Any]) -> torch.Tensor | None:
     return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
 
+def _places(leaves: Sequence[Any]) -> list[int]:
+    """For every size, the dimension it is of; -1 for a number."""
+    places: list[int] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            places.extend(range(leaf.dim()))
+        elif isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool):
+            places.append(-1)
+    return places
+
+
 def _sizes(leaves: Sequence[Any]) -> list[Any]:
     """Every size among the arguments, in order: dimensions of tensors, and whole numbers."""
     sizes: list[Any] = []
@@ -206,10 +283,16 @@ def _expr(value: Any) -> Any:
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
 
 
-def _symbols(leaf: Any) -> set[sympy.Symbol]:
-    values = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
-    exprs = [_expr(value) for value in values]
-    return set().union(*(e.free_symbols for e in exprs if isinstance(e, sympy.Basic)))
+def _hint(size: Any) -> Any:
+    """The value of a size in the call that is traced; itself where nothing is known of it."""
+    node = size.node if isinstance(size, torch.SymInt) else None
+    return size if node is None else node.hint if node.has_hint() else str(node.expr)
+
+
+def _numbered(values: Iterable[Any]) -> tuple[int, ...]:
+    """Equal values by equal numbers, in order of first appearance."""
+    numbers: dict[Any, int] = {}
+    return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def _form(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ from .reporting.explain import (
     hints_of,
 )
 from .reporting.registry import Graph
-from .tracing import fresh_frame, mark_tokens, tracing_config
+from .tracing import fresh_frame, mark_tokens, parameter_names, tracing_config
 
 
 class CompiledPrefill:
@@ -49,6 +49,7 @@ class CompiledPrefill:
         self._opaque = OpaqueModules.install(target, break_modules)
         self._token_dims = token_dims
         self._call = target._call_impl if isinstance(target, torch.nn.Module) else target
+        self._names = parameter_names(_signature_of(target))
         self._frame = fresh_frame(self._call)
         self._graphs: list[weakref.ref[Graph]] = []
         self._compiled = torch.compile(
@@ -56,7 +57,7 @@ class CompiledPrefill:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mark_tokens(args, kwargs, self._token_dims)
+        mark_tokens(args, kwargs, self._token_dims, self._names)
         with tracing_config():
             return self._compiled(*args, **kwargs)
 
@@ -197,13 +198,18 @@ def explain(
         return _without_running(gm, example_inputs)
 
     args, kwargs = _copy_containers(args), _copy_containers(kwargs)
-    mark_tokens(args, kwargs, token_dims)
+    names = parameter_names(_signature_of(_module_of(model)))
+    mark_tokens(args, kwargs, token_dims, names)
     frame = fresh_frame(call)
     opaque = () if isinstance(model, CompiledPrefill) else break_modules
     with installed(_module_of(model), opaque), tracing_config(), torch.no_grad():
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))
+
+
+def _signature_of(model: Any) -> Callable[..., Any]:
+    return model.forward if isinstance(model, torch.nn.Module) else model
 
 
 def _module_of(model: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from families import _GROUPED, _MULTI_HEAD, _SPECIAL_TOKENS, SLIDING_WINDOW, VOCAB, Family
+from families import _GROUPED, _MULTI_HEAD, _SPECIAL_TOKENS, FAMILIES, SLIDING_WINDOW, VOCAB, Family
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -91,6 +91,16 @@ class Case:
     arguments: Callable[[nn.Module, torch.Tensor, bool], dict[str, Any]] = causal
     dtype: torch.dtype = torch.float32
     attention: str = "sdpa"
+
+    @property
+    def beside_an_encoder(self) -> bool:
+        return self.arguments is beside_an_encoder
+
+    @property
+    def num_layers(self) -> int:
+        given = self.family.arguments
+        names = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+        return next(int(given[name]) for name in names if name in given)
 
     @property
     def name(self) -> str:
@@ -275,7 +285,7 @@ CASES: tuple[Case, ...] = (
             "max_target_positions": 192,
             "decoder_start_token_id": 1,
         },
-        {"attention": 4, "other dynamic size": 2},
+        {"attention": 4, "other dynamic size": 1},
         beside_an_encoder,
     ),
     _case(
@@ -293,7 +303,7 @@ CASES: tuple[Case, ...] = (
             "num_decoder_layers": 2,
             "num_heads": 4,
         },
-        {"attention": 4, "other dynamic size": 2},
+        {"attention": 4, "other dynamic size": 1},
         beside_an_encoder,
     ),
     _case(
@@ -304,5 +314,8 @@ CASES: tuple[Case, ...] = (
         encoder_only,
     ),
 )
+
+ORDER: tuple[str, ...] = (*(f.name for f in FAMILIES), *(case.name for case in CASES))
+"""Rows of docs/families.md."""
 
 CASE: dict[str, Case] = {case.name: case for case in CASES}

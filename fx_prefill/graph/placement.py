@@ -326,19 +326,33 @@ def _break_terminal_projections(placement: Placement, sources: _Sources, graph: 
     """The vocabulary projection: a product with a weight, wider than its input, only returned.
 
     Its result is the caller's, for real rows only: run eagerly it is written straight there, and
-    logits for padded rows never exist.
+    logits for padded rows never exist. A product that is added to other rows on its way out is the
+    down projection of a last, narrow MLP, and stays captured.
     """
     returned_only: set[fx.Node] = set()
     for node in reversed(placement.nodes):
         if node.users and all(u.op == "output" or u in returned_only for u in node.users):
             returned_only.add(node)
     last = _last_matmuls(placement, returned_only)
-    tail = _descendants(placement, [node for node in last if _widens(node, sources)])
+    wide = [node for node in last if _widens(node, sources)]
+    tail = set().union(*(_tail_of(placement, node) for node in wide))
     kept = [n for n in placement.nodes if n not in tail and not placement.is_break(n)]
     if any(MATMULS & set(placement.verdicts[n].operators) for n in kept):
         for node in placement.nodes:
             if node in tail:
                 placement.make_break(node, BreakReason.TERMINAL)
+
+
+def _tail_of(placement: Placement, node: fx.Node) -> set[fx.Node]:
+    """A product and all that is made of it; nothing when other rows are mixed in."""
+    tail = _descendants(placement, [node])
+    others = {
+        arg
+        for reader in tail - {node}
+        for arg in reader.all_input_nodes
+        if arg not in tail and placement.verdicts.get(arg) is not None
+    }
+    return set() if any(placement.verdicts[arg].token_shaped for arg in others) else tail
 
 
 def _last_matmuls(placement: Placement, returned_only: set[fx.Node]) -> list[fx.Node]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +30,12 @@ from .reporting.explain import (
     hints_of,
 )
 from .reporting.registry import Graph
+from .reporting.traps import LengthWatch
 from .tracing import fresh_frame, mark_tokens, parameter_names, tracing_config
+
+log = logging.getLogger(__name__)
+
+NOT_REACHED = "PyTorch called no graph of this backend"
 
 
 class CompiledPrefill:
@@ -52,14 +59,54 @@ class CompiledPrefill:
         self._names = parameter_names(_signature_of(target))
         self._frame = fresh_frame(self._call)
         self._graphs: list[weakref.ref[Graph]] = []
-        self._compiled = torch.compile(
-            self._frame, backend=_remembering(self._graphs), options=dict(options)
-        )
+        self._watch = LengthWatch()
+        self._reached = threading.local()
+        self._num_unreached = 0
+        self._compiled = torch.compile(self._frame, backend=self._backend(), options=dict(options))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mark_tokens(args, kwargs, self._token_dims, self._names)
+        self._reached.graph = False
         with tracing_config():
-            return self._compiled(*args, **kwargs)
+            result = self._compiled(*args, **kwargs)
+        if not self._reached.graph:
+            self._note_unreached()
+        return result
+
+    def _backend(self) -> Callable[..., Any]:
+        """The backend, noting each graph it makes and whether a call reaches one."""
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
+            graph = breakable_prefill(gm, example_inputs, **given)
+            self._graphs.append(weakref.ref(graph))
+            self._watch.see(graph, self.options)
+            reached = self._reached
+
+            def run(*args: Any) -> Any:
+                reached.graph = True
+                return graph(*args)
+
+            return run
+
+        backend.__name__ = breakable_prefill.__name__  # what PyTorch calls it in its errors
+        backend.reset = breakable_prefill.reset  # type: ignore[attr-defined]
+        return backend
+
+    def _note_unreached(self) -> None:
+        """Count a call that PyTorch ran without any graph of ours, and say so the first time."""
+        self._num_unreached += 1
+        if self._num_unreached > 1:
+            return
+        limit = torch._dynamo.config.recompile_limit
+        if len(self._graphs) >= limit:
+            log.warning(
+                "%d graphs of this model were traced, PyTorch's limit: calls that fit none of them "
+                "run eagerly from now on. TORCH_LOGS=recompiles shows what differs between calls; "
+                "keep it fixed, or raise torch._dynamo.config.recompile_limit",
+                len(self._graphs),
+            )
+        else:
+            log.warning("a call ran eagerly: %s", NOT_REACHED)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -69,7 +116,11 @@ class CompiledPrefill:
 
     def report(self) -> Report:
         """What was planned and what ran so far."""
-        return _describe(self.graphs)
+        report = _describe(self.graphs)
+        if not self._num_unreached:
+            return report
+        unreached = GraphReport(refused=NOT_REACHED, fallbacks={NOT_REACHED: self._num_unreached})
+        return Report((*report.graphs, unreached))
 
     def warmup(self, *args: Any, **kwargs: Any) -> Report:
         """Run one forward with these arguments and capture every bucket of its graph."""
@@ -83,19 +134,6 @@ class CompiledPrefill:
         if isinstance(self.module, torch.nn.Module):
             self.module._compiled_call_impl = None
         torch._dynamo.reset_code(self._frame.__code__)
-
-
-def _remembering(graphs: list[weakref.ref[Graph]]) -> Callable[..., Any]:
-    """The backend, noting each graph it makes."""
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
-        graph = breakable_prefill(gm, example_inputs, **given)
-        graphs.append(weakref.ref(graph))
-        return graph
-
-    backend.__name__ = breakable_prefill.__name__  # what PyTorch calls it in its errors
-    backend.reset = breakable_prefill.reset  # type: ignore[attr-defined]
-    return backend
 
 
 def compile(
@@ -150,7 +188,8 @@ def report(compiled: Any) -> Report:
     if not graphs:
         raise NotCompiledError(
             f"no graph of this {type(module).__name__} was compiled by breakable_prefill yet: "
-            "compile it and call it once"
+            "compile it and call it once. (torch.compile(model).generate(...) calls the original "
+            "module; compile in place, with fx_prefill.compile(model) or model.compile(...))"
         )
     return _describe(graphs)
 

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 
 from ..execution.dispatch import PrefillRuntime
+from ..graph.symbols import substitute
 from ..graph.trace import TracedGraph
 from ..options import Options
 
@@ -147,10 +149,16 @@ def _form_of(traced: TracedGraph, options: Options) -> tuple[Any, str]:
     if traced.token_symbol is None:
         sizes = _live_sizes(traced)
         return (sizes, "fixed sizes") if sizes is not None else (None, "")
-    served = tuple(b for b in options.ladder if traced.holds_at({traced.token_symbol: b}) is None)
+    # Conditions on other sizes too (the past, a mask's length) are met by some calls of any length.
+    own = [guard for guard in traced.guards() if guard.free_symbols == {traced.token_symbol}]
+    served = tuple(
+        bucket
+        for bucket in options.ladder
+        if all(substitute(guard, {traced.token_symbol: bucket}) == sympy.true for guard in own)
+    )
     if served == options.ladder:
         return None, ""
-    return served, ", ".join(map(str, traced.guards()))
+    return served, ", ".join(map(str, own))
 
 
 def _live_sizes(traced: TracedGraph) -> tuple[Any, ...] | None:

@@ -149,6 +149,20 @@ def test_generate_gives_the_same_tokens(name: str) -> None:
     assert sum(replays.values()) >= len(prompts)
 
 
+def test_states_made_by_an_eager_call_are_not_weights() -> None:
+    """transformers marks them as static: taken for weights, each new cache would be a moved one."""
+    model = CASE["mamba2"].model()
+    prefill = fx_prefill.compile(model, max_tokens=MAX_TOKENS)
+    for seed in range(4):
+        ours, theirs = model.forward(token_ids(20, seed)), model.forward(token_ids(20, seed))
+        more = token_ids(33, seed)
+        one = model(more, cache_params=ours.cache_params)
+        two = model.forward(more, cache_params=theirs.cache_params)
+        assert_same(tensors_of(one), tensors_of(two), f"cache {seed}")
+    (graph,) = prefill.report().graphs
+    assert graph.recaptures == 0 and graph.replays == {48: 4}
+
+
 def test_a_reset_cache_starts_anew() -> None:
     case = CASE["mamba2"]
     model = case.model()

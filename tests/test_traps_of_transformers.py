@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -73,8 +74,9 @@ def test_a_cache_that_makes_its_tensors_late_costs_one_more_graph(
     assert len(prefill.report().graphs) == num_graphs
 
 
-def test_a_cache_that_crosses_its_window() -> None:
-    """Chunks of a prompt, below, across and beyond a window of 40."""
+def test_a_cache_that_crosses_its_window(caplog: pytest.LogCaptureFixture) -> None:
+    """Chunks of a prompt, below, across and beyond a window of 40; nothing to warn of."""
+    caplog.set_level(logging.WARNING, logger="fx_prefill")
     model = BY_NAME["mistral"].inner("sdpa")
     prefill = fx_prefill.compile(model, max_tokens=64)
     for seed, chunks in enumerate([(20, 17, 30), (50, 17)]):
@@ -85,6 +87,7 @@ def test_a_cache_that_crosses_its_window() -> None:
             two = model.forward(ids, past_key_values=theirs).last_hidden_state
             torch.testing.assert_close(one, two, rtol=1e-4, atol=2e-5)
     graphs = prefill.report().graphs
+    assert "break_modules" not in caplog.text
     # Empty and filled, below and beyond the window, and each crossing: below PyTorch's limit of 8.
     assert len(graphs) <= 5
     assert sum(sum(graph.replays.values()) for graph in graphs) >= 4

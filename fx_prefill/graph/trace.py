@@ -14,6 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import GraphError
+from ..opaque.calls import states_given
 from .normalize import find_fake_mode, normalize, value_of
 from .symbols import Bindings, expr_of, free_symbols, is_unbacked, size_exprs, substitute
 
@@ -157,8 +158,10 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> TracedGraph:
     folded = _module_floats(gm, example_inputs)
     module = normalize(gm, fake_mode, folded)
     placeholders = tuple(node for node in module.graph.nodes if node.op == "placeholder")
+    states = states_given(module.graph)
     roles = tuple(
-        _role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)
+        Role.LIVE if node in states else _role(node, example)
+        for node, example in zip(placeholders, example_inputs, strict=True)
     )
     live = [node for node, role in zip(placeholders, roles, strict=True) if role is Role.LIVE]
     token = _token_symbol(module.graph, placeholders, roles)

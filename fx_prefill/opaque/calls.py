@@ -190,3 +190,15 @@ def opaque_name(node: fx.Node) -> str | None:
     if node.target is call_opaque:
         return str(node.args[0]).partition("#")[0]
     return None
+
+
+def states_given(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Nodes whose tensors opaque calls are given as states of a cache, and write in place.
+
+    A cache marks them as static, which they are to its own owner only: each call may bring another.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is call_opaque:
+            fx.map_arg(node.args[4], found.add)
+    return frozenset(found)

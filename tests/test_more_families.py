@@ -5,6 +5,7 @@ The reference is `model.forward(...)`, which stays uncompiled when a module is c
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections import Counter
 from typing import Any
@@ -21,6 +22,7 @@ from more_families import CASE, CASES, ORDER, Case
 from torch.utils._pytree import tree_leaves
 
 import fx_prefill
+from fx_prefill.integrations.transformers import MIXERS
 from fx_prefill.reporting.explain import GraphReport
 
 MAX_TOKENS = 128
@@ -208,6 +210,12 @@ def test_attention_named_by_the_user_fills_its_cache() -> None:
     one = model(more, past_key_values=ours["past_key_values"])
     two = model.forward(more, past_key_values=theirs["past_key_values"])
     assert_same(tensors_of(one), tensors_of(two), "17 more tokens")
+
+
+def test_names_of_the_table_are_names_of_transformers() -> None:
+    for name in MIXERS:
+        module, _, cls = name.rpartition(".")
+        assert issubclass(getattr(importlib.import_module(module), cls), nn.Module)
 
 
 def test_the_table_may_be_switched_off() -> None:

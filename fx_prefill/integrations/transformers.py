@@ -74,13 +74,18 @@ def rotary_result(
     return x.new_empty(shape), x.new_empty(shape)
 
 
+NO_LOOP = frozenset(("InklingSharedExperts", "JetMoeParallelExperts", "Llama4TextExperts"))
+"""Modules called experts that are products of whole tensors, or return other sizes."""
+
+
 def loops_over_experts(module: nn.Module) -> bool:
     """Whether these are experts run in a Python loop over those that were hit.
 
     Which ones are hit is data: the loop cannot be traced. The other implementations of transformers
     (``grouped_mm``, ``batched_mm``) can.
     """
-    if not _is_transformers(module) or not type(module).__name__.endswith("Experts"):
+    name = type(module).__name__
+    if not _is_transformers(module) or not name.endswith("Experts") or name in NO_LOOP:
         return False
     config = getattr(module, "config", None)
     return getattr(config, "_experts_implementation", "eager") in (None, "eager")

@@ -19,6 +19,7 @@ from .execution.dispatch import PrefillRuntime, whole_ladder
 from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
 from .graph.trace import trace
+from .opaque.calls import opaque_calls
 from .opaque.install import OpaqueModules, installed
 from .options import Options, parse_options
 from .reporting.explain import (
@@ -67,7 +68,7 @@ class CompiledPrefill:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mark_tokens(args, kwargs, self._token_dims, self._names)
         self._reached.graph = False
-        with tracing_config():
+        with tracing_config(), opaque_calls():
             result = self._compiled(*args, **kwargs)
         if not self._reached.graph:
             self._note_unreached()
@@ -241,7 +242,7 @@ def explain(
     mark_tokens(args, kwargs, token_dims, names)
     frame = fresh_frame(call)
     opaque = () if isinstance(model, CompiledPrefill) else break_modules
-    with installed(_module_of(model), opaque), tracing_config(), torch.no_grad():
+    with installed(_module_of(model), opaque), tracing_config(), opaque_calls(), torch.no_grad():
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))

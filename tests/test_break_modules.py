@@ -278,6 +278,16 @@ def test_a_copy_is_a_plain_model_with_its_own_weights(how: Any) -> None:
     torch.testing.assert_close(twin[1](rows(20)), expected)
 
 
+def test_another_compiler_traces_the_module() -> None:
+    model = Two()
+    compiled = fx_prefill.compile(model, break_modules=[Chunks])
+    other = torch.compile(model.forward, backend="aot_eager")
+    for x in (rows(20), rows(33)):
+        torch.testing.assert_close(model(x), model.forward(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other(x), model.forward(x), rtol=1e-4, atol=1e-5)
+    assert len(compiled.report().graphs) == 1
+
+
 def test_with_gradients_the_module_is_traced() -> None:
     """A break has no backward: what is trained goes around it, and its gradients are right."""
     model = Two()

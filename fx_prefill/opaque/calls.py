@@ -13,8 +13,10 @@ its own hooks, buffers and Python state. Only the shapes of its results are fixe
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -29,6 +31,39 @@ from .results import FakeResults, own
 
 _numbers = count()
 _calls: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictionary()
+
+
+class _Tracing:
+    """Whether a call of a model compiled here is going on, in any thread.
+
+    Dynamo guards on ``active``: a number of calls would change between them.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._inside = 0
+        self._lock = threading.Lock()
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self._inside += number
+            self.active = self._inside > 0
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def opaque_calls() -> Iterator[None]:
+    """Opaque modules are one node in what Dynamo traces now.
+
+    Outside, other compilers trace through them: their graphs go where nothing knows such a node.
+    """
+    _tracing.add(1)
+    try:
+        yield
+    finally:
+        _tracing.add(-1)
 
 
 class OpaqueCall:
@@ -53,7 +88,7 @@ class OpaqueCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # With gradients the module is traced through, or run: a break has no backward.
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        if _tracing.active and torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return self._as_one_node(args, kwargs)
         return self.original(*args, **kwargs)
 

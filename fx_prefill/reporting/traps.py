@@ -20,8 +20,11 @@ from ..options import Options
 
 log = logging.getLogger(__name__)
 
-MAX_FORMS = 2
-"""Graphs that differ in the lengths they serve before that is said: a window makes two."""
+MAX_FORMS = 4
+"""Graphs that differ in the lengths they serve before that is said.
+
+A window makes four: empty and filled cache, prompt within it and beyond. PyTorch's limit is 8.
+"""
 
 
 def tied_sizes(traced: TracedGraph) -> str | None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import CompiledPrefill, compile, explain, report, warmup
+    from .opaque.select import BreakModule
     from .options import Options
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "BreakModule": ".opaque.select",
     "CompiledPrefill": ".api",
     "Options": ".options",
     "compile": ".api",
@@ -24,7 +26,16 @@ _EXPORTS = {
     "warmup": ".api",
 }
 
-__all__ = ["CompiledPrefill", "Options", "__version__", "compile", "explain", "report", "warmup"]
+__all__ = [
+    "BreakModule",
+    "CompiledPrefill",
+    "Options",
+    "__version__",
+    "compile",
+    "explain",
+    "report",
+    "warmup",
+]
 
 
 def __getattr__(name: str) -> Any:

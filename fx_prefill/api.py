@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from .execution.dispatch import PrefillRuntime, whole_ladder
 from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
 from .graph.trace import trace
+from .opaque.calls import opaque_calls
+from .opaque.install import OpaqueModules, installed
 from .options import Options, parse_options
 from .reporting.explain import (
     GraphReport,
@@ -27,7 +31,12 @@ from .reporting.explain import (
     hints_of,
 )
 from .reporting.registry import Graph
-from .tracing import fresh_frame, mark_tokens, tracing_config
+from .reporting.traps import LengthWatch
+from .tracing import fresh_frame, mark_tokens, parameter_names, tracing_config
+
+log = logging.getLogger(__name__)
+
+NOT_REACHED = "PyTorch called no graph of this backend"
 
 
 class CompiledPrefill:
@@ -42,24 +51,67 @@ class CompiledPrefill:
         options: Mapping[str, Any],
         token_dims: Mapping[str | int, int] | None,
         module_guards: bool = True,
+        break_modules: Any = (),
     ) -> None:
         self.module = target
         self.options: Options = parse_options(options)
+        self._opaque = OpaqueModules.install(target, break_modules)
         self._token_dims = token_dims
         self._call = target._call_impl if isinstance(target, torch.nn.Module) else target
+        self._names = parameter_names(_signature_of(target))
         self._frame = fresh_frame(self._call)
         self._graphs: list[weakref.ref[Graph]] = []
+        self._watch = LengthWatch()
+        self._reached = threading.local()
+        self._num_unreached = 0
         given = dict(options)
         if not module_guards:
             given["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-        self._compiled = torch.compile(
-            self._frame, backend=_remembering(self._graphs), options=given
-        )
+        self._compiled = torch.compile(self._frame, backend=self._backend(), options=given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mark_tokens(args, kwargs, self._token_dims)
-        with tracing_config():
-            return self._compiled(*args, **kwargs)
+        mark_tokens(args, kwargs, self._token_dims, self._names)
+        self._reached.graph = False
+        with tracing_config(), opaque_calls():
+            result = self._compiled(*args, **kwargs)
+        if not self._reached.graph:
+            self._note_unreached()
+        return result
+
+    def _backend(self) -> Callable[..., Any]:
+        """The backend, noting each graph it makes and whether a call reaches one."""
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
+            graph = breakable_prefill(gm, example_inputs, **given)
+            self._graphs.append(weakref.ref(graph))
+            self._watch.see(graph, self.options)
+            reached = self._reached
+
+            def run(*args: Any) -> Any:
+                reached.graph = True
+                return graph(*args)
+
+            return run
+
+        backend.__name__ = breakable_prefill.__name__  # what PyTorch calls it in its errors
+        backend.reset = breakable_prefill.reset  # type: ignore[attr-defined]
+        return backend
+
+    def _note_unreached(self) -> None:
+        """Count a call that PyTorch ran without any graph of ours, and say so the first time."""
+        self._num_unreached += 1
+        if self._num_unreached > 1:
+            return
+        limit = torch._dynamo.config.recompile_limit
+        if len(self._graphs) >= limit:
+            log.warning(
+                "%d graphs of this model were traced, PyTorch's limit: calls that fit none of them "
+                "run eagerly from now on. TORCH_LOGS=recompiles shows what differs between calls; "
+                "keep it fixed, or raise torch._dynamo.config.recompile_limit",
+                len(self._graphs),
+            )
+        else:
+            log.warning("a call ran eagerly: %s", NOT_REACHED)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -69,7 +121,11 @@ class CompiledPrefill:
 
     def report(self) -> Report:
         """What was planned and what ran so far."""
-        return _describe(self.graphs)
+        report = _describe(self.graphs)
+        if not self._num_unreached:
+            return report
+        unreached = GraphReport(refused=NOT_REACHED, fallbacks={NOT_REACHED: self._num_unreached})
+        return Report((*report.graphs, unreached))
 
     def warmup(self, *args: Any, **kwargs: Any) -> Report:
         """Run one forward with these arguments and capture every bucket of its graph.
@@ -87,22 +143,10 @@ class CompiledPrefill:
 
     def undo(self) -> None:
         """Give the module back as it was; its compiled graphs are dropped."""
+        self._opaque.restore()
         if isinstance(self.module, torch.nn.Module):
             self.module._compiled_call_impl = None
         torch._dynamo.reset_code(self._frame.__code__)
-
-
-def _remembering(graphs: list[weakref.ref[Graph]]) -> Callable[..., Any]:
-    """The backend, noting each graph it makes."""
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Any:
-        graph = breakable_prefill(gm, example_inputs, **given)
-        graphs.append(weakref.ref(graph))
-        return graph
-
-    backend.__name__ = breakable_prefill.__name__  # what PyTorch calls it in its errors
-    backend.reset = breakable_prefill.reset  # type: ignore[attr-defined]
-    return backend
 
 
 def compile(
@@ -110,6 +154,7 @@ def compile(
     *,
     token_dims: Mapping[str | int, int] | None = None,
     module_guards: bool = True,
+    break_modules: Any = (),
     **options: Any,
 ) -> CompiledPrefill:
     """Compile a model the recommended way: one trace for all lengths, in place for a module.
@@ -118,7 +163,10 @@ def compile(
     of inputs by argument name or position where the default rule of
     :func:`fx_prefill.tracing.mark_tokens` does not find it. ``module_guards=False`` takes your word
     that no attribute of the module changes between calls (its weights are checked all the same):
-    PyTorch then looks at the inputs alone. Raises OptionError for bad options.
+    PyTorch then looks at the inputs alone. ``break_modules`` names modules that run eagerly as a
+    whole, untraced: classes, qualified class names, predicates on a module, or
+    :class:`BreakModule`, besides those of a built-in table; None for none at all. Raises
+    OptionError for bad options.
     """
     if isinstance(model, CompiledPrefill):
         raise TypeError("this model is compiled already; call undo() on it first")
@@ -131,7 +179,7 @@ def compile(
         )
     if not isinstance(module_guards, bool):
         raise OptionError(f"module_guards is {module_guards!r}; accepted: True or False")
-    compiled = CompiledPrefill(model, options, token_dims, module_guards)
+    compiled = CompiledPrefill(model, options, token_dims, module_guards, break_modules)
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = compiled
     return compiled
@@ -158,7 +206,8 @@ def report(compiled: Any) -> Report:
     if not graphs:
         raise NotCompiledError(
             f"no graph of this {type(module).__name__} was compiled by breakable_prefill yet: "
-            "compile it and call it once"
+            "compile it and call it once. (torch.compile(model).generate(...) calls the original "
+            "module; compile in place, with fx_prefill.compile(model) or model.compile(...))"
         )
     return _describe(graphs)
 
@@ -184,11 +233,13 @@ def explain(
     *args: Any,
     prefill_options: Mapping[str, Any] | None = None,
     token_dims: Mapping[str | int, int] | None = None,
+    break_modules: Any = (),
     **kwargs: Any,
 ) -> Report:
     """Trace and partition a model for these inputs without running it.
 
-    Works on the meta device: no weight is read. ``prefill_options`` are those of the backend.
+    Works on the meta device: no weight is read. ``prefill_options`` are those of the backend;
+    ``break_modules`` as in :func:`compile`, a few of which may be run on a few rows of zeros.
     Containers among the arguments (a KV cache) are copied, so that tracing leaves them alone.
     """
     if isinstance(model, CompiledPrefill):
@@ -204,12 +255,22 @@ def explain(
         return _without_running(gm, example_inputs)
 
     args, kwargs = _copy_containers(args), _copy_containers(kwargs)
-    mark_tokens(args, kwargs, token_dims)
+    names = parameter_names(_signature_of(_module_of(model)))
+    mark_tokens(args, kwargs, token_dims, names)
     frame = fresh_frame(call)
-    with tracing_config(), torch.no_grad():
+    opaque = () if isinstance(model, CompiledPrefill) else break_modules
+    with installed(_module_of(model), opaque), tracing_config(), opaque_calls(), torch.no_grad():
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))
+
+
+def _signature_of(model: Any) -> Callable[..., Any]:
+    return model.forward if isinstance(model, torch.nn.Module) else model
+
+
+def _module_of(model: Any) -> Any:
+    return model.module if isinstance(model, CompiledPrefill) else model
 
 
 def _copy_containers(value: Any) -> Any:

@@ -19,6 +19,7 @@ from .graph.trace import static_indices, trace
 from .options import Options, parse_options
 from .reporting.logs import publish
 from .reporting.registry import Graph, Registry
+from .reporting.traps import warn_of_ties
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def breakable_prefill(
     except GraphError as error:
         return _refuse(gm, example_inputs, checked, FallbackReason.UNREADABLE, str(error))
     publish(plan, checked)
+    warn_of_ties(plan.traced)
     runtime = PrefillRuntime(compile_plan(plan, checked, segment_cache), checked)
     registry.add(runtime)
     return runtime

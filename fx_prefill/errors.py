@@ -41,3 +41,7 @@ class FallbackError(FxPrefillError):
 
 class NotCompiledError(FxPrefillError):
     """A report or warm-up was asked of something this backend never compiled."""
+
+
+class OpaqueModuleError(FxPrefillError):
+    """A module of ``break_modules`` cannot be one opaque break; says why and what to do."""

@@ -70,6 +70,11 @@ def parse_options(raw: Mapping[str, Any] | None) -> Options:
     """
     raw = dict(raw or {})
     known = [f.name for f in fields(Options)]
+    if "break_modules" in raw:
+        raise OptionError(
+            "option 'break_modules' is one of fx_prefill.compile and fx_prefill.explain: "
+            "torch.compile has traced the modules before its backend is asked"
+        )
     unknown = sorted(set(raw) - set(known))
     if unknown:
         raise OptionError(

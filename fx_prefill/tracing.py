@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -94,16 +95,32 @@ def fresh_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, globals(), code.co_name, None, prefill.__closure__)
 
 
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of a function's positional parameters, without ``self``; as far as they are known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin, or a callable that hides what it takes
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
 def mark_tokens(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], token_dims: Mapping[str | int, int] | None
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    token_dims: Mapping[str | int, int] | None,
+    names: Sequence[str] = (),
 ) -> None:
     """Tell Dynamo which dimensions count tokens, so that the first trace is already dynamic.
 
-    ``token_dims`` maps argument names or positions to dimensions. Without it the token count is
-    that of the rows of the first floating-point input of rank 2 or 3 (``[..., tokens, features]``),
-    or else the last dimension of the first integer input of rank 1 or 2 (``[..., tokens]``); the
-    other inputs are marked where their shape agrees (see :func:`_token_dims`). A mark is a hint:
-    a model that needs one exact length is traced for that length.
+    ``token_dims`` maps argument names or positions to dimensions; ``names`` are those of positional
+    arguments. Without ``token_dims`` two inputs give token counts: the first floating-point input
+    of rank 2 or 3 that of its rows (``[..., tokens, features]``), the first integer input of rank 1
+    or 2 that of its last dimension (``[..., tokens]``). Inputs called ``encoder_...`` belong to
+    another sequence and give none; beside inputs called ``decoder_...`` only those do. All inputs
+    are marked where their shape agrees with a count (see :func:`_token_dims`). A mark is a hint: a
+    model that needs one exact length is traced for that length, and which axis is the tokens' is
+    read off the traced graph.
     """
     named: dict[str | int, Any] = dict(enumerate(args))
     named.update(kwargs)
@@ -113,11 +130,21 @@ def mark_tokens(
             if name in tensors:
                 _mark(tensors[name], dim)
         return
-    size = _token_count(list(tensors.values()))
+    called = {
+        names[name] if isinstance(name, int) and name < len(names) else str(name): tensor
+        for name, tensor in tensors.items()
+    }
+    counts = _token_counts(_own_inputs(called))
     for tensor in tensors.values():
         for dim in _token_dims(tensor):
-            if tensor.shape[dim] == size:
+            if tensor.shape[dim] in counts:
                 _mark(tensor, dim)
+
+
+def _own_inputs(called: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of the decoder itself, of a model that may read another sequence too."""
+    own = [tensor for name, tensor in called.items() if name.startswith("decoder_")]
+    return own or [tensor for name, tensor in called.items() if not name.startswith("encoder_")]
 
 
 def _mark(tensor: torch.Tensor, dim: int) -> None:
@@ -126,14 +153,10 @@ def _mark(tensor: torch.Tensor, dim: int) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, dim % tensor.dim())
 
 
-def _token_count(tensors: list[torch.Tensor]) -> int | None:
-    for tensor in tensors:
-        if tensor.is_floating_point() and tensor.dim() in (2, 3):
-            return tensor.shape[-2]
-    for tensor in tensors:
-        if not tensor.is_floating_point() and tensor.dim() in (1, 2):
-            return tensor.shape[-1]
-    return None
+def _token_counts(tensors: Sequence[torch.Tensor]) -> set[int]:
+    rows = [x.shape[-2] for x in tensors if x.is_floating_point() and x.dim() in (2, 3)]
+    ids = [x.shape[-1] for x in tensors if not x.is_floating_point() and x.dim() in (1, 2)]
+    return {*rows[:1], *ids[:1]}
 
 
 def _token_dims(tensor: torch.Tensor) -> list[int]:

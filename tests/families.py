@@ -7,7 +7,7 @@ than the hidden size, and a sliding window is shorter than the longest prompt.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Family:
     """One model family: its transformers configuration class and the arguments of a tiny model.
 
     `uniform` says that all layers have one structure; `sliding` that some layer has a window.
+    `loading` goes to `from_config`; `part` names the submodule that is the decoder.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Family:
     arguments: dict[str, Any]
     uniform: bool = True
     sliding: bool = False
+    loading: dict[str, Any] = field(default_factory=dict)
+    part: str = ""
 
     @property
     def num_layers(self) -> int:
@@ -74,9 +77,10 @@ class Family:
     def _build(self, from_config: Callable[..., nn.Module], attention: str) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = from_config(self.config(), attn_implementation=attention, dtype=torch.float32)
+            given = {"attn_implementation": attention, "dtype": torch.float32, **self.loading}
+            model = from_config(self.config(), **given)
             _enlarge_weights(model)
-        return model.eval().requires_grad_(False)
+        return model.get_submodule(self.part).eval().requires_grad_(False)
 
 
 def _enlarge_weights(model: nn.Module) -> None:

@@ -22,6 +22,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from families import BY_NAME, FAMILIES, VOCAB, Family
+from family_table import check_names, check_row
+from more_families import ORDER
 from transformers import DynamicCache
 
 import fx_prefill
@@ -189,6 +191,12 @@ def test_family_replays(family: Family, scope: str, attention: str, cache: bool)
         assert_one_break_per_layer(graph, family, attention, scope)
         if family.uniform:
             assert graph.num_distinct_segments <= 3
+    if (scope, attention, cache) == ("inner", "sdpa", True):
+        check_row(family.name, family.num_layers, report.graphs[0], ORDER)
+
+
+def test_the_table_of_families_has_every_family() -> None:
+    check_names(ORDER)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.uniform], ids=lambda f: f.name)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..opaque.calls import opaque_name
+
 ATTENTION_NAMESPACES = frozenset(
     (
         "flash_attn flash_attn_2 flash_attn_3 flash_attn_4 flashinfer torch_attn "
@@ -42,7 +44,10 @@ def operator_name(target: Any) -> str:
 
 
 def short_name(node: fx.Node) -> str:
-    """The operator of a node without its namespace, as shown in tables."""
+    """The operator of a node without its namespace, or the module it runs, as shown in tables."""
+    opaque = opaque_name(node)
+    if opaque is not None:
+        return opaque
     name = operator_name(node.target).rpartition("::")[2]
     # ``==`` is recorded as eq by one version of torch and as __eq__ by another.
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name

@@ -20,6 +20,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..opaque.calls import opaque_name
 from .autocast import autocast_of, entered
 from .normalize import MISSING, call, value_of
 from .operators import Matcher, is_attention, operator_name, short_name
@@ -268,6 +269,10 @@ class _Analyzer:
 
     def _named_fault(self, node: fx.Node, tracker: RowTracker) -> NotRowwise | None:
         """What the operator's name or the user says, before what it decomposes into."""
+        opaque = opaque_name(node)
+        if opaque is not None:
+            tracker.random = True  # it may do anything, so it keeps its place
+            return NotRowwise(BreakReason.OPAQUE, f"{opaque} runs as a whole")
         marked = next((name for name in tracker.operators if self.marked.operator(name)), None)
         if self.marked.node(node) or marked:
             return NotRowwise(BreakReason.MARKED, marked or operator_name(node.target))

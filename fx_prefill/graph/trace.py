@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import GraphError
+from ..opaque.calls import states_given
 from .normalize import find_fake_mode, normalize, value_of
 from .symbols import Bindings, expr_of, free_symbols, is_unbacked, size_exprs, substitute
 
@@ -168,8 +169,10 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> TracedGraph:
     folded = _module_floats(gm, example_inputs)
     module = normalize(gm, fake_mode, folded)
     placeholders = tuple(node for node in module.graph.nodes if node.op == "placeholder")
+    states = states_given(module.graph)
     roles = tuple(
-        _role(node, example) for node, example in zip(placeholders, example_inputs, strict=True)
+        Role.LIVE if node in states else _role(node, example)
+        for node, example in zip(placeholders, example_inputs, strict=True)
     )
     live = [node for node, role in zip(placeholders, roles, strict=True) if role is Role.LIVE]
     token = _token_symbol(module.graph, placeholders, roles)
@@ -265,31 +268,33 @@ def _token_symbol(
 ) -> sympy.Symbol | None:
     """The symbol that counts tokens.
 
-    Weights are applied along it: of the symbols in the outputs of nodes that read a weight, and
-    leaving out those that stand before another such symbol in an input (a batch), the one in most
-    of those outputs. A graph without weights falls back to all nodes.
+    Weights are applied along it. Of the symbols in the outputs of nodes that read a weight, and
+    leaving out those that stand before another such symbol in an input (a batch), it is the one
+    that a weight is applied along last: a decoder that attends to an encoder's rows, or merges
+    image rows into its own, ends in its own rows. Among those of that last node, it is the one in
+    most of those outputs. A graph without weights falls back to all nodes.
     """
     static = {n for n, role in zip(placeholders, roles, strict=True) if role is Role.STATIC}
     live = [n for n, role in zip(placeholders, roles, strict=True) if role is Role.LIVE]
     readable = _sources(placeholders)
     applied: Counter[sympy.Symbol] = Counter()
-    for node in graph.nodes:
+    last: dict[sympy.Symbol, int] = {}
+    for index, node in enumerate(graph.nodes):
         value = value_of(node)
         if node.op == "placeholder" or not isinstance(value, torch.Tensor):
             continue
         if not static or any(arg in static for arg in node.all_input_nodes):
-            applied.update(free_symbols(value) & readable.keys())
+            found = free_symbols(value) & readable.keys()
+            applied.update(found)
+            last.update(dict.fromkeys(found, index))
     before = {
         earlier
         for node in live
         for earlier, later in _ordered_pairs(value_of(node))
         if earlier in applied and later in applied
     }
-    candidates = [(count, str(symbol)) for symbol, count in applied.items() if symbol not in before]
-    if not candidates:
-        return None
-    best = max(candidates)[1]
-    return next(symbol for symbol in applied if str(symbol) == best)
+    candidates = [symbol for symbol in applied if symbol not in before]
+    return max(candidates, key=lambda s: (last[s], applied[s], str(s)), default=None)
 
 
 def _ordered_pairs(tensor: torch.Tensor) -> list[tuple[sympy.Symbol, sympy.Symbol]]:

@@ -23,6 +23,7 @@ class BreakReason(str, Enum):
     CPU_TENSOR = "CPU tensor"
     RANDOM = "random"
     MARKED = "marked by the user"
+    OPAQUE = "opaque module"
     UNKNOWN = "not known to be row-wise"
     # The reasons below are choices of the partitioner about nodes that could be captured.
     GATHER = "embedding gather"

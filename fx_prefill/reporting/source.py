@@ -16,10 +16,17 @@ def source_line(node: fx.Node) -> str:
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return ""
-    own = [frame for frame in frames if not frame["file"].endswith("fx_prefill/tracing.py")]
+    own = [frame for frame in frames if not _between(frame["file"])]
     if not own:
         return ""
     last = own[-1]
     code = trace[last.end() :].strip().splitlines()
     where = f"{PurePath(last['file']).name}:{last['line']}"
     return f"{where} {code[0].strip()}" if code else where
+
+
+def _between(file: str) -> bool:
+    """Whether a frame stands between the user's code and what is traced: ours, and hook calls."""
+    parts = PurePath(file).parts
+    ours = "fx_prefill" in parts and parts[-1] in ("tracing.py", "calls.py", "transformers.py")
+    return ours or parts[-4:] == ("torch", "nn", "modules", "module.py")

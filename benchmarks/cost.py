@@ -1,12 +1,14 @@
 """What a replay costs the host when segments and breaks do nothing, and what compiling costs.
 
-    python benchmarks/cost.py
+    python benchmarks/cost.py                  # on a CPU
+    python benchmarks/cost.py --device cuda    # real launches of real segments
 
-Runs on a CPU. A decoder of a few features is planned for real; then every segment's replay is
-emptied and every break returns the same tensors, so that what is left is the bookkeeping: the
-frame, the copies at handoffs, the choice of a bucket, the checks. The slope over the number of
-layers is the cost of one segment and one break, the rest that of a call. Compiling is timed for a
-small Llama of 4 and of 32 layers, with the compiler's own caches off.
+A decoder of a few features is planned for real. On a CPU every segment's replay is emptied and
+every break returns the same tensors, so that what is left is the bookkeeping: the frame, the copies
+at handoffs, the choice of a bucket, the checks. On a GPU the segments are launched, and breaks
+write straight into their handoffs with a body that does nothing. The slope over the number of
+layers is the cost of one segment and one break, the rest that of a call. Compiling (on a CPU) is
+timed for a small Llama of 4 and of 32 layers, with the compiler's own caches off.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import fx, nn
 
 import fx_prefill
 from fx_prefill.backend import build_plan
+from fx_prefill.bench.floor import graph_arguments
 from fx_prefill.execution.capture import CopyRecorder
 from fx_prefill.execution.compile import CompiledPlan, SegmentCache, compile_plan
 from fx_prefill.execution.dispatch import PrefillRuntime
@@ -42,12 +45,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2000)
     parser.add_argument("--compiler", default="inductor")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, {arguments}")
     with torch.no_grad():
         for num_tokens in (BUCKET, BUCKET - 3):
-            print_replay_cost(num_tokens, arguments.repeats)
+            measure = replay_microseconds if arguments.device == "cpu" else launch_microseconds
+            print_replay_cost(num_tokens, arguments.repeats, measure)
+        if arguments.device == "cuda":
+            return
         with torch._inductor.config.patch(force_disable_caches=True):
             print_compile_cost(arguments.compiler)
 
@@ -87,8 +94,10 @@ class EmptyBreak:
         self.forward: Callable[..., Any] = lambda *args: results
 
 
-def print_replay_cost(num_tokens: int, repeats: int) -> None:
-    microseconds = {n: replay_microseconds(n, num_tokens, repeats) for n in LAYERS}
+def print_replay_cost(
+    num_tokens: int, repeats: int, measure: Callable[[int, int, int], float]
+) -> None:
+    microseconds = {n: measure(n, num_tokens, repeats) for n in LAYERS}
     few, many = LAYERS
     pair = (microseconds[many] - microseconds[few]) / (many - few)
     besides = microseconds[few] - few * pair
@@ -123,15 +132,9 @@ def replay_microseconds(num_layers: int, num_tokens: int, repeats: int) -> float
     with tracing_config():
         torch.compile(model.requires_grad_(False), backend=backend)(x)
     (runtime,), args = made, calls[-1]
-    for _ in range(20):
-        runtime(*args)
+    microseconds = median_microseconds(lambda: runtime(*args), repeats)
     assert not runtime.counts.fallbacks, runtime.counts
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        runtime(*args)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    return microseconds
 
 
 def _emptied(compiled: CompiledPlan, num_tokens: int) -> CompiledPlan:
@@ -141,6 +144,57 @@ def _emptied(compiled: CompiledPlan, num_tokens: int) -> CompiledPlan:
         for part in compiled.partitions
     )
     return replace(compiled, partitions=partitions)
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fx_prefill_benchmark::mix", mutates_args={"out"})
+def mix(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.cumsum(x, 1, out=out)
+
+
+class MixesInto(Mixes):
+    """A layer whose break writes into memory given to it, as an engine's attention does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.proj(x)
+        out = torch.empty_like(rows)
+        mix(rows, out)
+        return out
+
+
+def launch_microseconds(num_layers: int, num_tokens: int, repeats: int) -> float:
+    """Median host time of one call of the runtime on a GPU, with bodies that do nothing."""
+    layers = [MixesInto() for _ in range(num_layers)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).cuda().requires_grad_(False)
+    prefill = fx_prefill.compile(model, max_tokens=BUCKET, compiler="eager", strict=True)
+    x = torch.randn(1, num_tokens, WIDTH, device="cuda")
+    model(x)
+    (runtime,) = prefill.graphs
+    args = graph_arguments(runtime, lambda: model(x))
+    (program,) = runtime._captures.programs.values()
+    bodies = program._compiled.bodies
+    assert len(bodies) == num_layers and all(body.direct == (0,) for body in bodies.values())
+    for index, body in bodies.items():
+        bodies[index] = replace(body, function=lambda *args: ())
+    program._bound.clear()
+    return median_microseconds(lambda: runtime(*args), repeats, torch.cuda.synchronize)
+
+
+def median_microseconds(
+    call: Callable[[], Any], repeats: int, settle: Callable[[], Any] = lambda: None
+) -> float:
+    """Median host time of ``call``; ``settle`` runs before each, outside the time."""
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(repeats):
+        settle()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
 
 
 # ---- compiling ----------------------------------------------------------------------------------

@@ -152,38 +152,37 @@ segment 0: add x3, arange, cat, cos, expand, float x6, getitem x2, matmul, mean,
     rsqrt, sin, to, transpose, type_as, unsqueeze
 break (opaque module): Qwen3NextGatedDeltaNet, getitem x5
 segment 1: add x3, copy_ x2, float x2, getitem x3, itruediv, linear x5, mean, mul x4, pow,
-    reshape, rsqrt, sigmoid, silu, softmax, sum, topk, type_as, view, zeros, zeros_like
-break (crosses tokens, not token-shaped, only a break reads it, other dynamic size): arange,
-    chunk, clamp_, cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2,
-    histc, masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x3,
-    transpose x2, unsqueeze x2, view
+    reshape, rsqrt, sigmoid, silu, softmax, sum, to, topk, type_as, view, zeros, zeros_like
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
 segment 2: add x4, float x2, mean, mul x2, pow, reshape, rsqrt, sum, to, type_as
 break (opaque module): Qwen3NextGatedDeltaNet, getitem x5
 segment 1: add x3, copy_ x2, float x2, getitem x3, itruediv, linear x5, mean, mul x4, pow,
-    reshape, rsqrt, sigmoid, silu, softmax, sum, topk, type_as, view, zeros, zeros_like
-break (crosses tokens, not token-shaped, only a break reads it, other dynamic size): arange,
-    chunk, clamp_, cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2,
-    histc, masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x3,
-    transpose x2, unsqueeze x2, view
+    reshape, rsqrt, sigmoid, silu, softmax, sum, to, topk, type_as, view, zeros, zeros_like
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
 segment 2: add x4, float x2, mean, mul x2, pow, reshape, rsqrt, sum, to, type_as
 break (opaque module): Qwen3NextGatedDeltaNet, getitem x5
 segment 1: add x3, copy_ x2, float x2, getitem x3, itruediv, linear x5, mean, mul x4, pow,
-    reshape, rsqrt, sigmoid, silu, softmax, sum, topk, type_as, view, zeros, zeros_like
-break (crosses tokens, not token-shaped, only a break reads it, other dynamic size): arange,
-    chunk, clamp_, cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2,
-    histc, masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x3,
-    transpose x2, unsqueeze x2, view
-segment 3: add x10, cat x6, chunk, expand x2, float x6, getitem x12, linear x3, mean x3, mul
-    x10, neg x2, pow x3, reshape x4, rsqrt x3, sigmoid, sum, to x3, transpose x3, type_as x3,
-    unsqueeze x2, view x4
-break (attention, crosses tokens, only a break reads it): add x2, arange x2, expand, getitem x2,
-    le, scaled_dot_product_attention
+    reshape, rsqrt, sigmoid, silu, softmax, sum, to, topk, type_as, view, zeros, zeros_like
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
+segment 3: add x10, cat x4, chunk, clone x2, expand x2, float x6, getitem x12, linear x3, mean
+    x3, mul x10, neg x2, pow x3, reshape x4, rsqrt x3, sigmoid, sum, to x3, transpose x3,
+    type_as x3, unsqueeze x2, view x4
+break (attention): scaled_dot_product_attention
 segment 4: add x3, contiguous x2, float x2, getitem x2, itruediv, linear x6, mean, mul x5, pow,
-    reshape x2, rsqrt, sigmoid, silu, softmax, sum, topk, transpose, type_as, view
-break (crosses tokens, not token-shaped, only a break reads it, other dynamic size): arange,
-    chunk, clamp_, cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2,
-    histc, masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x3,
-    transpose x2, unsqueeze x2, view
+    reshape x2, rsqrt, sigmoid, silu, softmax, sum, to, topk, transpose, type_as, view
+break (crosses tokens, only a break reads it, other dynamic size): arange, chunk, clamp_,
+    cumsum, empty_like, float, floordiv, ge, getitem x7, grouped_mm_fallback x2, histc,
+    masked_fill x2, masked_fill_, mul x2, reshape x2, setitem, silu, sort, to x2, transpose x2,
+    unsqueeze x2, view
 segment 5: add x4, float x2, mean, mul x2, pow, reshape, rsqrt, sum, to, type_as""",
     )
 

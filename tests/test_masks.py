@@ -160,3 +160,27 @@ def test_a_cache_filled_for_the_first_time_is_a_copy_in_the_segment() -> None:
         for name in part.operators
     ]
     assert "clone" in captured and "cat" not in eager_operators(report), str(report)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_repeated_heads_of_a_captured_attention(kv_heads: int) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n = x.shape[1]
+            query = x.unflatten(-1, (4, -1)).transpose(1, 2)
+            key = query[:, :kv_heads] * 0.5
+            shape = (1, kv_heads, 4 // kv_heads, n, key.shape[-1])
+            repeated = key[:, :, None].expand(shape).reshape(1, 4, n, -1)
+            mask = compare(n, x)
+            y = F.scaled_dot_product_attention(query, repeated, repeated, attn_mask=mask)
+            return y.transpose(1, 2).flatten(2)
+
+    check(Around(Grouped()), capture_attention=True)
+    module = Around(Grouped()).to(torch.bfloat16)
+    compiled = fx_prefill.compile(module, max_tokens=64, capture_attention=True)
+    with torch.no_grad():
+        for n in (20, 32, 17):
+            x = rows(n).to(torch.bfloat16)
+            torch.testing.assert_close(module(x), module.forward(x), rtol=2e-2, atol=2e-2)
+    (graph,) = compiled.graphs
+    assert all(len(p._compiled.partitions) == 1 for p in graph._captures.programs.values())

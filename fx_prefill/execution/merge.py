@@ -26,6 +26,9 @@ from ..graph.partition import Partition, PartitionPlan
 from ..graph.symbols import Bindings, evaluate_scalar, evaluate_sizes, size_exprs, stride_exprs
 from .compile import BoundSegment, CompiledPlan, CompiledSegment, SegmentFn, structural_key
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides."""
+
 
 def merge(compiled: CompiledPlan) -> CompiledPlan:
     """The same plan with each run of segments and causal breaks as one segment."""
@@ -146,18 +149,20 @@ class MergedSegment(CompiledSegment):
     def bind(self, bindings: Bindings) -> BoundSegment:
         """Functions from the inputs' values to the outputs, at the sizes of a bucket."""
         dead_after = self._dead_after()
+        numbers = self._numbers(bindings)
+        layouts = self._layouts(bindings)
 
         def go(given: tuple[Any, ...], known: dict[Any, Sequence[Any]] | None) -> list[Any]:
             values = dict(zip(map(key_of, self.inputs), given, strict=True))
+            values.update(numbers)
             for position, (part, function) in enumerate(self.steps):
                 results = None if known is None else known.get(self.kinds[position])
                 if results is None:
-                    args = [_read(values, source, bindings) for source in part.inputs]
-                    results = function(*args)
+                    results = function(*[values[key_of(source)] for source in part.inputs])
                     if known is not None:
                         known[self.kinds[position]] = results
                 for node, result in zip(part.outputs, results, strict=True):
-                    values[node] = _laid_out(result, node, bindings)
+                    values[node] = _laid_out(result, layouts.get(node))
                 del results
                 for node in dead_after[position]:
                     del values[node]
@@ -171,6 +176,28 @@ class MergedSegment(CompiledSegment):
             return go(given, {})
 
         return BoundSegment(run, warm_up)
+
+    def _numbers(self, bindings: Bindings) -> dict[Any, Any]:
+        """Every number that a step reads, by its expression."""
+        sources = [source for part, _ in self.steps for source in part.inputs]
+        return {
+            key_of(source): evaluate_scalar(source.expr, bindings)
+            for source in sources
+            if source.kind is SourceKind.SCALAR
+        }
+
+    def _layouts(self, bindings: Bindings) -> dict[fx.Node, Layout]:
+        """Sizes and strides of what breaks make; artifacts make what they were compiled to."""
+        breaks = [part for part, _ in self.steps if not part.is_segment]
+        made = [node for part in breaks for node in part.outputs]
+        nodes = [node for node in made if isinstance(value_of(node), torch.Tensor)]
+        return {
+            node: (
+                evaluate_sizes(size_exprs(value_of(node)), bindings),
+                evaluate_sizes(stride_exprs(value_of(node)), bindings),
+            )
+            for node in nodes
+        }
 
     def _dead_after(self) -> list[list[fx.Node]]:
         """What nobody reads after a step, so that its memory serves later ones."""
@@ -191,19 +218,11 @@ def _unbound(*args: Any) -> Sequence[torch.Tensor]:
     raise AssertionError("a merged segment is bound to the sizes of a bucket before it is run")
 
 
-def _read(values: dict[Any, Any], source: Source, bindings: Bindings) -> Any:
-    if source.kind is SourceKind.SCALAR:
-        return evaluate_scalar(source.expr, bindings)
-    return values[key_of(source)]
-
-
-def _laid_out(result: Any, node: fx.Node, bindings: Bindings) -> Any:
+def _laid_out(result: Any, layout: Layout | None) -> Any:
     """Note [Layouts between merged partitions]."""
-    value = value_of(node)
-    if not isinstance(result, torch.Tensor):
+    if layout is None:
         return result
-    sizes = evaluate_sizes(size_exprs(value), bindings)
-    strides = evaluate_sizes(stride_exprs(value), bindings)
+    sizes, strides = layout
     pairs = zip(result.shape, result.stride(), strides, strict=True)
     if all(size == 1 or stride == traced for size, stride, traced in pairs):
         return result

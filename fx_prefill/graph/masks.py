@@ -266,7 +266,7 @@ def _before_repeat(node: fx.Node) -> fx.Node | None:
         and expanded == (batch, heads, repeats, count, width)
         and merged == (batch, heads * repeats, count, width)
     )
-    return node if fits and heads != 1 else None
+    return node if fits else None
 
 
 _INSERTING = ("getitem", "unsqueeze")

@@ -26,6 +26,7 @@ from ..graph.partition import Partition, PartitionPlan
 from ..graph.symbols import Bindings, expr_of, is_scalar
 from ..options import Options
 from .breaks import BreakBody, break_body
+from .inductor import compile_standalone
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ def _compile(part: Partition, compiler: Any, options: Options) -> SegmentFn:
             return module.forward
         try:
             if compiler == "inductor":
-                return _compile_inductor(module, inputs)
+                return as_sequence(compile_standalone(module, inputs, dynamic_shapes="from_graph"))
             return as_sequence(compiler(module, inputs))
         except Exception as error:
             message = (
@@ -239,12 +240,6 @@ def _compile(part: Partition, compiler: Any, options: Options) -> SegmentFn:
 def example_inputs(module: fx.GraphModule) -> list[Any]:
     """Fake values of a partition module's placeholders."""
     return [value_of(node) for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def _compile_inductor(module: fx.GraphModule, inputs: list[Any]) -> SegmentFn:
-    from torch._inductor import standalone_compile
-
-    return as_sequence(standalone_compile(module, inputs, dynamic_shapes="from_graph"))
 
 
 def as_sequence(function: Callable[..., Any]) -> SegmentFn:

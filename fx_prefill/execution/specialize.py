@@ -21,6 +21,7 @@ from ..graph.symbols import Bindings, evaluate_sizes, size_exprs, stride_exprs
 from ..options import Options
 from .buffers import extent
 from .compile import CompiledPlan, CompiledSegment, SegmentFn, as_sequence
+from .inductor import compile_standalone
 
 log = logging.getLogger(__name__)
 
@@ -81,18 +82,16 @@ def _compile(
 
 
 def _inductor(module: fx.GraphModule, inputs: list[Any], max_autotune: bool) -> SegmentFn:
-    from torch._inductor import standalone_compile
-
     # Values recorded while tracing belong to another fake mode and other sizes.
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         node.meta = {}
-    patches = {"max_autotune": True} if max_autotune else {}
-    artifact = standalone_compile(
-        fx.GraphModule(module, graph),
-        inputs,
-        dynamic_shapes="from_example_inputs",
-        options={"config_patches": patches},
+    return as_sequence(
+        compile_standalone(
+            fx.GraphModule(module, graph),
+            inputs,
+            dynamic_shapes="from_example_inputs",
+            patches={"max_autotune": True} if max_autotune else None,
+        )
     )
-    return as_sequence(artifact)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BenchError, FxPrefillError
+from .options import parse_options
 
 EPILOG = """\
 examples:
@@ -74,9 +75,17 @@ def _bench(arguments: argparse.Namespace) -> int:
     unknown = sorted(set(arguments.baselines) - set(BASELINES))
     if unknown:
         raise BenchError(f"no baseline {', '.join(unknown)}; accepted: {', '.join(BASELINES)}")
+    for name in ("repeats", "layers"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise BenchError(f"--{name} is {value}; accepted: a whole number of at least 1")
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise BenchError(f"--json {arguments.json}: there is no such directory to write into")
     given: dict[str, Any] = {}
     if arguments.lengths:
         given["lengths"] = lengths_of(arguments.lengths)
+    options = dict(_option(text) for text in arguments.option)
+    parse_options(options)  # before the minutes that follow
     settings = Settings(
         model=arguments.model,
         device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
@@ -85,7 +94,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         cache=arguments.cache,
         repeats=arguments.repeats,
         num_layers=arguments.layers,
-        options=dict(_option(text) for text in arguments.option),
+        options=options,
         **given,
     )
     result = run(settings, lambda line: print(line, file=sys.stderr))

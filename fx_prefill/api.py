@@ -223,8 +223,20 @@ def _describe(graphs: Sequence[Graph]) -> Report:
     )
 
 
-def warmup(compiled: CompiledPrefill, *args: Any, **kwargs: Any) -> Report:
-    """Capture every bucket ahead of traffic; the arguments are those of one forward."""
+def warmup(compiled: Any, *args: Any, **kwargs: Any) -> Report:
+    """Capture every bucket ahead of traffic; the arguments are those of one forward.
+
+    Takes what :func:`compile` returned, or the module it compiled. Raises NotCompiledError for
+    anything else.
+    """
+    if not isinstance(compiled, CompiledPrefill):
+        inside = getattr(compiled, "_compiled_call_impl", None)
+        if not isinstance(inside, CompiledPrefill):
+            raise NotCompiledError(
+                f"a {type(compiled).__name__} that fx_prefill.compile did not compile cannot be "
+                "warmed up; with torch.compile, use the option capture='all' and call it once"
+            )
+        compiled = inside
     return compiled.warmup(*args, **kwargs)
 
 

@@ -57,6 +57,10 @@ def test_the_command_prints_a_table_and_saves_the_figures(
         (["--model", "qwen3-0.6b", "--lengths", "few"], "at least 2"),
         (["--model", "qwen3-0.6b", "--baselines", "magic"], "no baseline magic"),
         (["--model", "qwen3-0.6b", "--option", "novalue"], "NAME=VALUE"),
+        (["--model", "qwen3-0.6b", "--option", "foo=1"], "unknown option 'foo'"),
+        (["--model", "qwen3-0.6b", "--layers", "0"], "at least 1"),
+        (["--model", "qwen3-0.6b", "--repeats", "0"], "at least 1"),
+        (["--model", "qwen3-0.6b", "--json", "/no/such/place/x.json"], "no such directory"),
     ],
 )
 def test_bad_arguments_say_what_is_accepted(

@@ -9,7 +9,7 @@ import torch
 from harness import Around, assert_same, rows, token_graph
 
 import fx_prefill
-from fx_prefill.errors import CaptureOutOfMemory, OptionError
+from fx_prefill.errors import CaptureOutOfMemory, NotCompiledError, OptionError
 from fx_prefill.execution.allocator import LARGE_PIECE, SMALL_PIECE, PoolModel
 from fx_prefill.execution.capture import CopyRecorder
 from fx_prefill.execution.dispatch import FallbackReason
@@ -101,6 +101,14 @@ def test_a_warmup_with_a_forward_that_fits_no_bucket_captures_the_others() -> No
     _, compiled = compiled_model()
     report = compiled.warmup(rows(100))
     assert token_graph(report).captured == (16, 32, 48, 64)
+
+
+def test_a_warmup_takes_the_module_too_and_nothing_else() -> None:
+    module, _ = compiled_model()
+    assert token_graph(fx_prefill.warmup(module, rows(20))).captured == (16, 32, 48, 64)
+    for other in (Around(lambda x: x), 3):
+        with pytest.raises(NotCompiledError, match="capture='all'"):
+            fx_prefill.warmup(other, rows(20))
 
 
 # --- failures -----------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _allocation(node: fx.Node, part: Partition) -> fx.Node | None:
         if not isinstance(value, torch.Tensor) or not value.is_contiguous():
             return None
         name = short_name(node)
-        if name in ALLOCATORS:
+        if name in ALLOCATORS and operator_name(node.target) in (name, f"aten::{name}"):
             return node if len(node.users) > 1 else None  # somebody has to write it
         if name not in RESHAPES:
             return None

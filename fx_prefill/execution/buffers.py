@@ -212,7 +212,8 @@ class PaddingRows:
     """A bool vector on the device that tells padded rows: true from the real count on."""
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
-        self.rows = torch.ones(max_tokens, dtype=torch.bool, device=device)
+        with torch.inference_mode(False):  # written inside and outside of it
+            self.rows = torch.ones(max_tokens, dtype=torch.bool, device=device)
         self._count = 0
 
     def set(self, num_tokens: int) -> None:

@@ -110,10 +110,19 @@ class CompiledPlan:
             for index, segment in self.segments.items()
             if segment.number in numbers
         }
+        # As planned, without zeroing: a break sees no padded rows.
+        planned = {part.index: part for part in self.plan.partitions}
+        lost = {node for index in reasons for node in planned[index].outputs}
         return replace(
             self,
             partitions=tuple(
-                replace(p, is_segment=False) if p.index in reasons else p for p in self.partitions
+                replace(planned[p.index], is_segment=False) if p.index in reasons else p
+                for p in self.partitions
+            ),
+            causal=frozenset(
+                index
+                for index in self.causal
+                if lost.isdisjoint(source.node for source in planned[index].inputs)
             ),
             segments={i: s for i, s in self.segments.items() if i not in reasons},
             demoted={**self.demoted, **reasons},

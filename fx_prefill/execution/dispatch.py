@@ -141,6 +141,7 @@ class PrefillRuntime:
         decision = self.decide(args, weights_later=late)
         if isinstance(decision, FallbackReason):
             if _whole_ladder.get() and decision in OTHER_BUCKETS_MAY_SERVE:
+                self._make_room(self._batch(args))
                 self._capture_ladder(self._batch(args), args)
             return self._fall_back(decision, args)
         num_tokens = self._num_tokens(args)
@@ -218,6 +219,8 @@ class PrefillRuntime:
         if known is None:
             sizes = self._captures.bindings((num_tokens, batch))
             known = all(claim.holds(sizes) for claim in self._traced.claims)
+            if len(self._claims) >= MAX_KNOWN_GUARDS:
+                self._claims.clear()
             self._claims[(batch, num_tokens)] = known
         return known
 
@@ -327,9 +330,10 @@ class PrefillRuntime:
         """
         with self._lock:
             static = self._weights.arguments()
-            if static is not None:
+            if static is not None and self._weights_usable(static):
                 keys = sorted(self._queue, key=lambda key: -(key[0] or 0))
                 for key in progress(keys, self.options.progress):
+                    self._make_room(key[1])
                     self._capture(key, static)
                 self._queue.clear()
 

@@ -22,7 +22,7 @@ from .extract import Source, SourceKind
 from .masks import attends_to_itself, sdpa_arguments
 from .normalize import value_of
 from .partition import Partition, PartitionPlan
-from .symbols import evaluate_sizes, stride_exprs
+from .symbols import evaluate_sizes, size_exprs, stride_exprs
 from .verdict import BreakReason, TokenAxis
 
 CHOSEN = frozenset({BreakReason.FEEDS_BREAK, BreakReason.NOT_TOKEN_SHAPED})
@@ -88,7 +88,26 @@ def _can_be_zeroed(plan: PartitionPlan, node: Any, makers: dict[fx.Node, Partiti
     if node not in makers:
         return False
     axis = plan.state(node)
-    return isinstance(axis, TokenAxis) and axis.outer == 1 and 0 not in stride_exprs(value_of(node))
+    plain = isinstance(axis, TokenAxis) and axis.plain and axis.outer == 1
+    if not plain or 0 in stride_exprs(value_of(node)):
+        return False
+    # A segment is compiled for the strides its inputs were traced with; breaks take any.
+    return _is_dense(plan, node) or not any(
+        source.node is node for part in plan.segments for source in part.inputs
+    )
+
+
+def _is_dense(plan: PartitionPlan, node: fx.Node) -> bool:
+    """Whether a value's rows lie one after the other, as they do in its zeroed copy."""
+    sizes = {symbol: 3 for symbol in plan.traced.size_symbols}
+    shape = evaluate_sizes(size_exprs(value_of(node)), sizes)
+    strides = evaluate_sizes(stride_exprs(value_of(node)), sizes)
+    step = 1
+    for dim in reversed(_memory_order(plan, node)):
+        if shape[dim] != 1 and strides[dim] != step:
+            return False
+        step *= shape[dim]
+    return True
 
 
 def _fake_padding(plan: PartitionPlan, node: fx.Node, axis: TokenAxis) -> torch.Tensor:
@@ -102,19 +121,19 @@ def _fake_padding(plan: PartitionPlan, node: fx.Node, axis: TokenAxis) -> torch.
 
 
 def _zero_rows(graph: fx.Graph, x: Any, padding: fx.Node, dim: int, order: Sequence[int]) -> Any:
-    """Set the rows of ``x`` along ``dim`` to zero where ``padding`` (bool, one a row) is set.
+    """``x`` with the rows along ``dim`` set to zero where ``padding`` (bool, one a row) is set.
 
-    In place: whoever shares this memory reads padded rows, of which nothing may depend. ``order``
-    are the dimensions from the outermost in memory to the innermost: compilers that turn writes
-    into copies make contiguous ones, and so keep the layout. Made of torch's own functions, as
-    PyTorch caches no artifact with others across processes.
+    Not in place: what a model calls a key may be a slice of a weight. ``order`` are the dimensions
+    from the outermost in memory to the innermost, in which the copy is contiguous. Made of torch's
+    own functions, as PyTorch caches no artifact with others across processes.
     """
     shape = [1] * len(order)
     shape[order.index(dim)] = -1
+    back = tuple(order.index(d) for d in range(len(order)))
     seen = graph.call_function(torch.permute, (x, tuple(order)))
     which = graph.call_function(torch.reshape, (padding, tuple(shape)))
-    graph.call_function(torch.ops.aten.masked_fill_.Scalar, (seen, which, 0))
-    return x
+    zeroed = graph.call_function(torch.masked_fill, (seen, which, 0))
+    return graph.call_function(torch.permute, (zeroed, back))
 
 
 def _memory_order(plan: PartitionPlan, node: fx.Node) -> tuple[int, ...]:

@@ -28,10 +28,11 @@ from .normalize import call, value_of
 from .operators import short_name
 from .symbols import Bindings, evaluate_scalar, expr_of, free_symbols, is_scalar, size_exprs
 from .trace import TracedGraph
+from .writes import is_written
 
 PURE = frozenset(
     "arange ones zeros full new_ones new_zeros new_full ones_like zeros_like full_like tril triu "
-    "add sub mul neg radd rsub iadd eq ne lt le gt ge and and_ or or_ iand ior invert "
+    "add sub mul neg radd rsub eq ne lt le gt ge and and_ or or_ invert "
     "bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not where masked_fill "
     "unsqueeze squeeze view reshape expand expand_as transpose permute contiguous clone getitem "
     "to bool int long float type_as type diff cumsum flip".split()
@@ -50,6 +51,7 @@ class MaskClaim:
     """A mask that was taken for causal, as a graph from the sizes of a call to the mask."""
 
     graph: fx.Graph
+    token: sympy.Symbol
 
     def holds(self, sizes: Bindings, device: torch.device | None = None) -> bool:
         """Whether the mask is the causal one at these sizes; computed on ``device`` if given."""
@@ -68,15 +70,14 @@ class MaskClaim:
                 args = fx.node.map_aggregate(node.args, read)
                 kwargs = fx.node.map_aggregate(dict(node.kwargs), read)
                 if node.op == "output":
-                    return is_causal_mask(args[0])
+                    return is_causal_mask(args[0], sizes[self.token])
                 values[node] = call(node, args, kwargs)
         raise AssertionError("a graph without an output")
 
 
-def is_causal_mask(mask: torch.Tensor) -> bool:
+def is_causal_mask(mask: torch.Tensor, n: int) -> bool:
     """Whether ``[..., n, n]`` lets each row see itself and the rows before it, and no other."""
-    n = mask.shape[-1]
-    if mask.shape[-2] != n:
+    if mask.shape[-2:] != (n, n):  # one that is broadcast over rows is not causal
         return False
     seen = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril_()
     if mask.dtype == torch.bool:
@@ -139,9 +140,9 @@ def _masked_attention(node: fx.Node, token: sympy.Symbol) -> dict[str, Any] | No
 
 def _claim(traced: TracedGraph, mask: fx.Node, max_tokens: int) -> MaskClaim | None:
     nodes = _made_from_sizes(traced, mask)
-    if nodes is None:
+    if nodes is None or traced.token_symbol is None or is_written(traced.module.graph, nodes):
         return None
-    claim = MaskClaim(_graph_of(nodes))
+    claim = MaskClaim(_graph_of(nodes), traced.token_symbol)
     for sizes in _samples(traced, max_tokens):
         # On the host: the plan of a model on the meta device must be that of the real one.
         if not claim.holds(sizes, torch.device("cpu")):
@@ -227,7 +228,7 @@ def _share_biases(graph: fx.Graph) -> None:
             dtype = value_of(given["query"]).dtype  # type: ignore[index]
             readers.setdefault((mask, dtype), []).append(node)
     for (mask, dtype), attentions in readers.items():
-        if len(attentions) < 2:
+        if len(attentions) < 2 or is_written(graph, (mask,)):
             continue
         with graph.inserting_after(mask):
             bias = graph.call_function(bias_of, (mask, dtype))
@@ -248,8 +249,8 @@ def bias_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _before_repeat(node: fx.Node) -> fx.Node | None:
     """``[B, H, n, D]`` whose heads ``node`` repeats, each ``r`` times in a row; None if not so."""
     chain = []
-    for names in (("reshape", "view", "flatten", "contiguous"), ("expand",), _INSERTING):
-        if not isinstance(node, fx.Node) or short_name(node) not in names:
+    for step in (_merges, _expands, _inserts):
+        if not isinstance(node, fx.Node) or not step(node):
             return None
         chain.append(size_exprs(value_of(node)))
         node = node.args[0]  # type: ignore[assignment]
@@ -269,4 +270,19 @@ def _before_repeat(node: fx.Node) -> fx.Node | None:
     return node if fits else None
 
 
-_INSERTING = ("getitem", "unsqueeze")
+def _merges(node: fx.Node) -> bool:
+    return short_name(node) in ("reshape", "view", "flatten")
+
+
+def _expands(node: fx.Node) -> bool:
+    return short_name(node) == "expand"
+
+
+def _inserts(node: fx.Node) -> bool:
+    """Whether a node only puts a dimension of size 1 behind the heads."""
+    if short_name(node) == "unsqueeze":
+        return (node.args[1:] or tuple(node.kwargs.values())) in ((2,), (-3,))
+    if short_name(node) != "getitem" or not isinstance(node.args[1], tuple):
+        return False
+    whole = slice(None)
+    return node.args[1] in ((whole, whole, None), (whole, whole, None, whole, whole))

@@ -243,6 +243,8 @@ def _drop_empty_parts(graph: fx.Graph) -> None:
         parts = node.args[0] if node.op == "call_function" and node.args else None
         if node.target is not torch.cat or not isinstance(parts, (list, tuple)):
             continue
+        if not set(node.kwargs) <= {"dim", "axis"}:
+            continue
         values = [value_of(part) for part in parts if isinstance(part, fx.Node)]
         full = [part for part in parts if not _is_empty(value_of(part))]
         result = value_of(node)

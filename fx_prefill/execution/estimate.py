@@ -20,6 +20,7 @@ from ..graph.partition import Partition, PartitionPlan
 from ..graph.placement import MATMULS
 from ..graph.symbols import Bindings, evaluate_sizes, size_exprs
 from ..graph.verdict import BreakReason
+from ..graph.writes import storages
 from .allocator import Block, PoolModel
 from .buffers import plan_memory
 
@@ -56,7 +57,7 @@ def pool_bytes(
         blocks = _walk(plan, part, bindings, fused, pool)
         for node in part.outputs:
             until = last_use.get(node, part.index)
-            for storage in _storages(node):
+            for storage in storages(node):
                 if storage in blocks:
                     held[storage] = (blocks.pop(storage), until)
                 elif storage in held:
@@ -71,19 +72,19 @@ def _walk(
 ) -> dict[int, Block]:
     """Run a segment's requests through the pool; the blocks of its results by storage."""
     kept = _materialised(plan, part) if fused else None
-    outputs = {storage for node in part.outputs for storage in _storages(node)}
+    outputs = {storage for node in part.outputs for storage in storages(node)}
     inside = set(part.nodes)
     borrowed = {
         storage
         for node in part.nodes
         for arg in node.all_input_nodes
         if arg not in inside
-        for storage in _storages(arg)
+        for storage in storages(arg)
     }
     last_read = _last_reads(part)
     live: dict[int, Block] = {}
     for position, node in enumerate(part.nodes):
-        for storage in _storages(node) - borrowed:
+        for storage in storages(node) - borrowed:
             if storage not in live and (kept is None or storage in kept):
                 live[storage] = pool.allocate(_bytes(node, bindings))
         for storage in [s for s in live if s not in outputs and last_read[s] <= position]:
@@ -96,7 +97,7 @@ def _last_reads(part: Partition) -> dict[int, int]:
     found: dict[int, int] = {}
     for position, node in enumerate(part.nodes):
         for arg in (node, *node.all_input_nodes):
-            found.update(dict.fromkeys(_storages(arg), position))
+            found.update(dict.fromkeys(storages(arg), position))
     return found
 
 
@@ -106,7 +107,7 @@ def _materialised(plan: PartitionPlan, part: Partition) -> set[int]:
     Those that matrix products read and make, those that leave, and those still read after the next
     matrix product: kernels are fused between products only.
     """
-    kept = {storage for node in part.outputs for storage in _storages(node)}
+    kept = {storage for node in part.outputs for storage in storages(node)}
     made_in: dict[int, int] = {}
     region = 0
     for node in part.nodes:
@@ -114,18 +115,10 @@ def _materialised(plan: PartitionPlan, part: Partition) -> set[int]:
         whole = MATMULS & set(verdict.operators) or verdict.reason is BreakReason.ATTENTION
         region += bool(whole)
         for value in (node, *node.all_input_nodes):
-            for storage in _storages(value):
+            for storage in storages(value):
                 if whole or made_in.setdefault(storage, region) != region:
                     kept.add(storage)
     return kept
-
-
-def _storages(node: fx.Node) -> set[int]:
-    return {
-        leaf.untyped_storage()._cdata
-        for leaf in tree_leaves(value_of(node))
-        if isinstance(leaf, torch.Tensor)
-    }
 
 
 def _bytes(node: fx.Node, bindings: Bindings) -> int:

@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from .normalize import value_of
 from .operators import short_name
@@ -24,6 +23,7 @@ from .rules import LOOKUPS
 from .symbols import is_scalar, size_exprs
 from .trace import Role
 from .verdict import BreakReason, Kind, Verdict
+from .writes import storages
 
 MATMULS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
@@ -129,11 +129,11 @@ def _take_constants(placement: Placement) -> None:
     for node in placement.nodes:
         exposed |= _written(node, placement.verdicts[node])
         if any(user.op == "output" for user in node.users):
-            exposed |= _storages(node)
+            exposed |= storages(node)
     taken: set[fx.Node] = set()
     for node in placement.nodes:
         if placement.verdicts[node].kind is Kind.CONSTANT:
-            if exposed.isdisjoint(_storages(node)):
+            if exposed.isdisjoint(storages(node)):
                 taken.add(node)
             else:
                 placement.make_break(node, BreakReason.HOST_SCALAR, "made anew in each call")
@@ -143,17 +143,9 @@ def _take_constants(placement: Placement) -> None:
 # --- memory written in place --------------------------------------------------------------------
 
 
-def _storages(node: fx.Node) -> set[int]:
-    return {
-        leaf.untyped_storage()._cdata
-        for leaf in tree_leaves(value_of(node))
-        if isinstance(leaf, torch.Tensor)
-    }
-
-
 def _written(node: fx.Node, verdict: Verdict) -> set[int]:
-    tensors = [arg for arg in node.all_input_nodes if _storages(arg)]
-    return {storage for index in verdict.mutates for storage in _storages(tensors[index])}
+    tensors = [arg for arg in node.all_input_nodes if storages(arg)]
+    return {storage for index in verdict.mutates for storage in storages(tensors[index])}
 
 
 def _keep_in_place_order(placement: Placement, analysis: Analysis) -> None:
@@ -172,15 +164,15 @@ def _keep_in_place_order(placement: Placement, analysis: Analysis) -> None:
             writers[storage].add(node)
         if BASE_READERS.intersection(placement.verdicts[node].operators):
             # It reads the whole memory of its argument, of which only a view would cross.
-            for storage in set().union(*map(_storages, node.all_input_nodes)):
+            for storage in set().union(*map(storages, node.all_input_nodes)):
                 writers[storage].add(node)
-        for storage in set().union(_storages(node), *map(_storages, node.all_input_nodes)):
+        for storage in set().union(storages(node), *map(storages, node.all_input_nodes)):
             touching[storage].append(node)
     external = {
         storage
         for node, verdict in analysis.verdicts.items()
         if verdict.kind is Kind.SOURCE
-        for storage in _storages(node)
+        for storage in storages(node)
     }
     for storage, writing in writers.items():
         nodes = touching[storage]
@@ -242,13 +234,13 @@ def _keep_state_regions(placement: Placement) -> None:
 def _sets_state(node: fx.Node) -> bool:
     name = short_name(node)
     checks = "assert" in name or "check" in name
-    return value_of(node) is None and not checks and not any(map(_storages, node.all_input_nodes))
+    return value_of(node) is None and not checks and not any(map(storages, node.all_input_nodes))
 
 
 def _crossable(node: fx.Node) -> bool:
     """Whether a value is a tensor or a number, which a boundary can carry."""
     value = value_of(node)
-    return value is None or is_scalar(value) or bool(_storages(node))
+    return value is None or is_scalar(value) or bool(storages(node))
 
 
 # --- nodes better run eagerly -------------------------------------------------------------------
@@ -315,7 +307,7 @@ def _keep_entries_inside(placement: Placement) -> None:
 
 def _through_views(placement: Placement, node: fx.Node) -> fx.Node:
     while node.op.startswith("call") and not placement.verdicts[node].has_kernel:
-        inputs = [arg for arg in node.all_input_nodes if _storages(arg)]
+        inputs = [arg for arg in node.all_input_nodes if storages(arg)]
         if not inputs:
             break
         node = inputs[0]
@@ -369,7 +361,7 @@ def _last_matmuls(placement: Placement, returned_only: set[fx.Node]) -> list[fx.
 
 
 def _widens(node: fx.Node, sources: _Sources) -> bool:
-    tensors = [arg for arg in node.all_input_nodes if _storages(arg)]
+    tensors = [arg for arg in node.all_input_nodes if storages(arg)]
     rows = [arg for arg in tensors if not sources.is_static(arg)]
     value = value_of(node)
     if len(rows) != 1 or len(tensors) < 2 or not isinstance(value, torch.Tensor):
@@ -427,7 +419,7 @@ def _index_arithmetic(placement: Placement, sources: _Sources) -> set[fx.Node]:
     early: set[fx.Node] = set()
     for node in placement.nodes:
         if all(
-            not _storages(arg)
+            not storages(arg)
             or arg in early
             or (sources.is_live(arg) and not value_of(arg).is_floating_point())
             for arg in node.all_input_nodes

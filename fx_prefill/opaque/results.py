@@ -140,7 +140,8 @@ def _find_out(call: Any, leaves: Sequence[Any], spec: Any, place: Any) -> _Made:
 
     Unknown sizes are taken to be independent of each other. Where the module cannot run like that
     (the batch of its mask must be that of its rows), those are taken to be equal that are equal in
-    this call, and stand in the same dimension or else anywhere.
+    this call, and stand in the same dimension or else anywhere; and at last as large as a size that
+    is fixed, where one of these is (rows that may have any batch, a mask that has one).
     """
     sizes = _sizes(leaves)
     places = _places(leaves)
@@ -149,16 +150,21 @@ def _find_out(call: Any, leaves: Sequence[Any], spec: Any, place: Any) -> _Made:
         [(_hint(size), dim) for size, dim in zip(sizes, places, strict=True)],
         [_hint(size) for size in sizes],
     ]
-    for grouping in groupings:
+    for grouping, pinning in [
+        *((g, False) for g in groupings),
+        *((g, True) for g in groupings[1:]),
+    ]:
         groups = _grouped(sizes, grouping)
+        fixed = _fixed(sizes, grouping, groups) if pinning else {}
         try:
-            rounds = [_probe(call, leaves, spec, place, groups, base) for base in PROBES]
+            rounds = [_probe(call, leaves, spec, place, groups, fixed, base) for base in PROBES]
         except OpaqueModuleError:
             raise
         except Exception as error:
             failure = error
             continue
-        return _explained(call, rounds, tuple(_equal_sizes(sizes, groups)))
+        equal = (*_equal_sizes(sizes, groups), *fixed.values())
+        return _explained(call, rounds, equal)
     raise OpaqueModuleError(
         f"{type(call.module).__name__} was run on zeros to see what it returns, and failed with "
         f"{type(failure).__name__}: {failure}. Say what it returns: "
@@ -172,10 +178,15 @@ def _probe(
     spec: Any,
     place: Any,
     groups: dict[sympy.Symbol, int],
+    fixed: dict[int, tuple[int, int]],
     base: int,
 ) -> tuple[list[int], list[Any], Any]:
     """Run the module once: sizes of the arguments, results, and their structure."""
-    values = {symbol: base + 2 * number for symbol, number in groups.items()}
+    given = _sizes(leaves)
+    values = {
+        symbol: given[fixed[number][0]] if number in fixed else base + 2 * number
+        for symbol, number in groups.items()
+    }
     zeros = [_zeros(leaf, values) for leaf in leaves]
     args, kwargs, states = tree_unflatten(zeros, spec)
     sizes = _sizes(zeros)
@@ -212,6 +223,21 @@ def _grouped(sizes: Sequence[Any], grouping: Sequence[Any]) -> dict[sympy.Symbol
             for symbol in expr.free_symbols:
                 groups.setdefault(symbol, numbers.setdefault(symbol, len(numbers)))
     return groups
+
+
+def _fixed(
+    sizes: Sequence[Any], grouping: Sequence[Any], groups: dict[sympy.Symbol, int]
+) -> dict[int, tuple[int, int]]:
+    """For each group that a fixed size belongs to: its place, and that of one of the group."""
+    unknown: dict[Any, int] = {}
+    for index, (size, group) in enumerate(zip(sizes, grouping, strict=True)):
+        if _expr(size) in groups:
+            unknown.setdefault(group, index)
+    return {
+        groups[_expr(sizes[unknown[group]])]: (index, unknown[group])
+        for index, (size, group) in enumerate(zip(sizes, grouping, strict=True))
+        if isinstance(_expr(size), int) and group in unknown
+    }
 
 
 def _equal_sizes(

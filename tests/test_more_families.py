@@ -240,24 +240,10 @@ def test_explain_on_the_meta_device(name: str) -> None:
 
 
 def test_mamba2_takes_a_mask_of_one_batch_after_rows_of_any() -> None:
-    from transformers import Mamba2Config, Mamba2Model
-
-    config = Mamba2Config(
-        vocab_size=64,
-        hidden_size=32,
-        state_size=8,
-        num_hidden_layers=2,
-        num_heads=8,
-        head_dim=8,
-        n_groups=1,
-        chunk_size=16,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Mamba2Model(config).eval().requires_grad_(False)
+    model = CASE["mamba2"].model()
     fx_prefill.compile(model, max_tokens=64)
     for batch, masked in ((1, False), (3, True), (2, False), (3, True)):
-        given = {"input_ids": torch.arange(10).repeat(batch, 1)}
+        given = {"input_ids": torch.arange(10).repeat(batch, 1) % VOCAB}
         if masked:
             given["attention_mask"] = torch.ones(batch, 10, dtype=torch.long)
             given["attention_mask"][0, :4] = 0

@@ -24,7 +24,11 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from ..graph.extract import Source, SourceKind
 from ..graph.normalize import value_of
 from ..graph.partition import Partition
-from ..graph.symbols import evaluate_scalar, evaluate_sizes, size_exprs, stride_exprs
+from ..graph.symbols import (
+    Layout,
+    evaluate_scalar,
+    layout_at,
+)
 from ..graph.verdict import TokenAxis
 from .breaks import BreakBody, layout_is_read
 from .buffers import (
@@ -238,11 +242,9 @@ class BoundCall:
             return write
         return lambda source: write(source.reshape(shape))  # a flattened axis, split into runs
 
-    def _layout(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _layout(self, node: fx.Node) -> Layout:
         """Sizes and strides the model's own forward gives a value at the real count."""
-        value = value_of(node)
-        sizes = evaluate_sizes(size_exprs(value), self._real)
-        return sizes, evaluate_sizes(stride_exprs(value), self._real)
+        return layout_at(value_of(node), self._real)
 
     # --- steps ----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import fx
 from ..graph.extract import SourceKind
 from ..graph.normalize import value_of
 from ..graph.partition import Partition, PartitionPlan
-from ..graph.symbols import Bindings, evaluate, evaluate_sizes, size_exprs, stride_exprs
+from ..graph.symbols import Bindings, evaluate, layout_at, size_exprs, stride_exprs
 from ..graph.verdict import TokenAxis
 
 INPUT, HANDOFF, RESULT = "input", "handoff", "result"
@@ -59,8 +59,7 @@ def value_bytes(node: fx.Node, bindings: Bindings) -> int:
 def extent(node: fx.Node, bindings: Bindings) -> int:
     """Elements between the first and the last address of a value, both included."""
     value = value_of(node)
-    sizes = evaluate_sizes(size_exprs(value), bindings)
-    strides = evaluate_sizes(stride_exprs(value), bindings)
+    sizes, strides = layout_at(value, bindings)
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -153,8 +152,7 @@ class SlotMemory:
     def view(self, node: fx.Node, bindings: Bindings) -> torch.Tensor:
         """The slot as ``node`` at a bucket: its sizes, its strides."""
         value = value_of(node)
-        sizes = evaluate_sizes(size_exprs(value), bindings)
-        strides = evaluate_sizes(stride_exprs(value), bindings)
+        sizes, strides = layout_at(value, bindings)
         return self.flat.as_strided(sizes, strides)
 
     def settle(self, view: torch.Tensor, axis: TokenAxis, outer: int, num_tokens: int) -> None:

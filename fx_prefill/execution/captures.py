@@ -29,6 +29,9 @@ CAPTURED_ATTENTION_TOKENS = 2048
 """Largest bucket whose causal attention is captured when nothing is asked for: its work grows with
 the square of the bucket, what a break costs does not."""
 
+NEVER_HIDDEN = (PaddingError, MemoryError, CaptureOutOfMemory)
+"""Failures of a capture that no eager fallback hides."""
+
 Key = tuple[int | None, Batch]
 """Bucket (None for a static graph) and batch sizes."""
 
@@ -195,8 +198,3 @@ def takes_attention(options: Options, bucket: int | None) -> bool:
     """Whether a bucket captures its causal attention, where that is done at all."""
     asked = options.capture_attention is not None
     return bucket is not None and (asked or bucket <= CAPTURED_ATTENTION_TOKENS)
-
-
-def out_of_memory_or_wrong(error: BaseException) -> bool:
-    """Failures of a capture that are not hidden behind an eager fallback."""
-    return isinstance(error, (PaddingError, MemoryError, CaptureOutOfMemory))

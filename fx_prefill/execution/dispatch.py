@@ -26,7 +26,7 @@ from ..graph.normalize import MISSING
 from ..options import Options
 from .bound import MOVED
 from .capture import Recorder, recorder_for
-from .captures import Captures, Key, out_of_memory_or_wrong
+from .captures import NEVER_HIDDEN, Captures, Key
 from .compile import CompiledPlan
 from .programs import Batch, BatchKeys
 from .progress import progress
@@ -339,8 +339,7 @@ class PrefillRuntime:
 
     def _program(self, key: Key, args: Sequence[Any]) -> BucketProgram | FallbackReason:
         known = self._captures.programs.get(key)
-        wanted = _whole_ladder.get() or self.options.capture == "all"
-        if _whole_ladder.get() or (wanted and not self._captures.programs):
+        if _whole_ladder.get() or (self.options.capture == "all" and not self._captures.programs):
             self._capture_ladder(key[1], args)
             known = self._captures.programs.get(key)
         if known is not None:
@@ -372,8 +371,10 @@ class PrefillRuntime:
                 self.refused = FallbackReason.NO_SEGMENT
                 return None
             return self._captures.make(key, args)
+        except NEVER_HIDDEN:
+            raise
         except Exception as error:
-            if self.options.strict or out_of_memory_or_wrong(error):
+            if self.options.strict:
                 raise
             # As text: a traceback that a log handler keeps would keep the memory of the capture.
             text = "".join(traceback.format_exception(error))

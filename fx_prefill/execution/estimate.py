@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..graph.normalize import value_of
 from ..graph.partition import Partition, PartitionPlan
 from ..graph.placement import MATMULS
-from ..graph.symbols import Bindings, evaluate_sizes, size_exprs
+from ..graph.symbols import Bindings, evaluate_sizes, free_symbols, size_exprs
 from ..graph.verdict import BreakReason
 from ..graph.writes import storages
 from .allocator import Block, PoolModel
@@ -131,8 +131,6 @@ def _bytes(node: fx.Node, bindings: Bindings) -> int:
 
 
 def _sizes(tensor: torch.Tensor, bindings: Bindings) -> tuple[Any, ...]:
-    """Sizes at the bucket; a size that depends on more has no place in a segment's memory."""
-    try:
-        return evaluate_sizes(size_exprs(tensor), bindings)
-    except TypeError:
-        return (0,)
+    """Sizes at the bucket; one that depends on more has no place in a segment's memory."""
+    known = free_symbols(tensor) <= bindings.keys()
+    return evaluate_sizes(size_exprs(tensor), bindings) if known else (0,)

@@ -23,11 +23,8 @@ from torch import fx
 from ..graph.extract import Source, SourceKind
 from ..graph.normalize import value_of
 from ..graph.partition import Partition, PartitionPlan
-from ..graph.symbols import Bindings, evaluate_scalar, evaluate_sizes, size_exprs, stride_exprs
+from ..graph.symbols import Bindings, Layout, evaluate_scalar, layout_at
 from .compile import BoundSegment, CompiledPlan, CompiledSegment, SegmentFn, structural_key
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sizes and strides."""
 
 
 def merge(compiled: CompiledPlan) -> CompiledPlan:
@@ -191,13 +188,7 @@ class MergedSegment(CompiledSegment):
         breaks = [part for part, _ in self.steps if not part.is_segment]
         made = [node for part in breaks for node in part.outputs]
         nodes = [node for node in made if isinstance(value_of(node), torch.Tensor)]
-        return {
-            node: (
-                evaluate_sizes(size_exprs(value_of(node)), bindings),
-                evaluate_sizes(stride_exprs(value_of(node)), bindings),
-            )
-            for node in nodes
-        }
+        return {node: layout_at(value_of(node), bindings) for node in nodes}
 
     def _dead_after(self) -> list[list[fx.Node]]:
         """What nobody reads after a step, so that its memory serves later ones."""

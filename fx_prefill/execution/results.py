@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
+
+from ..graph.symbols import Layout
 
 MIN_TOGETHER = 4
 """Equal results from which on they are copied together."""
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CopyOut:
@@ -67,7 +68,11 @@ class CopyOut:
         for place, (source, (sizes, strides)) in enumerate(
             zip(self._sources, self._layouts, strict=True)
         ):
-            plain = source.dim() > 0 and source.shape == sizes and strides == _contiguous(sizes)
+            plain = (
+                source.dim() > 0
+                and source.shape == sizes
+                and strides == make_contiguous_strides_for(sizes)
+            )
             key = (sizes, source.dtype, source.device) if plain else place
             alike[key].append(place)
         groups: list[list[int]] = []
@@ -75,11 +80,3 @@ class CopyOut:
             together = len(places) >= MIN_TOGETHER
             groups.extend([places] if together else [[place] for place in places])
         return groups
-
-
-def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..graph.extract import Source, SourceKind
 from ..graph.normalize import value_of
-from ..graph.symbols import Bindings, evaluate_sizes, size_exprs, stride_exprs
+from ..graph.symbols import Bindings, layout_at
 from ..options import Options
 from .buffers import extent
 from .compile import CompiledPlan, CompiledSegment, SegmentFn, as_sequence
@@ -56,8 +56,7 @@ def _example(source: Source, node: fx.Node, static: Sequence[Any], bindings: Bin
     if source.static or source.kind is SourceKind.SCALAR:
         return source.value(static, bindings)
     value = value_of(node)
-    sizes = evaluate_sizes(size_exprs(value), bindings)
-    strides = evaluate_sizes(stride_exprs(value), bindings)
+    sizes, strides = layout_at(value, bindings)
     flat = torch.zeros(extent(node, bindings), dtype=value.dtype, device=value.device)
     return flat.as_strided(sizes, strides)
 

@@ -32,10 +32,9 @@ from ..graph.placement import GATHERS
 from ..graph.symbols import (
     Bindings,
     evaluate_scalar,
-    evaluate_sizes,
     expr_of,
+    layout_at,
     size_exprs,
-    stride_exprs,
 )
 from ..graph.verdict import TokenAxis, is_local
 from .buffers import copy_into, extent, outer_count, rows
@@ -200,8 +199,7 @@ def _random_like(
 ) -> torch.Tensor:
     """Finite random contents in a value's own layout."""
     value = value_of(node)
-    sizes = evaluate_sizes(size_exprs(value), bindings)
-    strides = evaluate_sizes(stride_exprs(value), bindings)
+    sizes, strides = layout_at(value, bindings)
     count = extent(node, bindings)
     if value.dtype.is_floating_point or value.dtype.is_complex:
         flat = (torch.randn(count, generator=generator) * scale).to(value.dtype)

@@ -22,7 +22,7 @@ from .extract import Source, SourceKind
 from .masks import attends_to_itself, sdpa_arguments
 from .normalize import value_of
 from .partition import Partition, PartitionPlan
-from .symbols import evaluate_sizes, size_exprs, stride_exprs
+from .symbols import layout_at, stride_exprs
 from .verdict import BreakReason, TokenAxis
 
 CHOSEN = frozenset({BreakReason.FEEDS_BREAK, BreakReason.NOT_TOKEN_SHAPED})
@@ -100,8 +100,7 @@ def _can_be_zeroed(plan: PartitionPlan, node: Any, makers: dict[fx.Node, Partiti
 def _is_dense(plan: PartitionPlan, node: fx.Node) -> bool:
     """Whether a value's rows lie one after the other, as they do in its zeroed copy."""
     sizes = {symbol: 3 for symbol in plan.traced.size_symbols}
-    shape = evaluate_sizes(size_exprs(value_of(node)), sizes)
-    strides = evaluate_sizes(stride_exprs(value_of(node)), sizes)
+    shape, strides = layout_at(value_of(node), sizes)
     step = 1
     for dim in reversed(_memory_order(plan, node)):
         if shape[dim] != 1 and strides[dim] != step:
@@ -140,7 +139,7 @@ def _memory_order(plan: PartitionPlan, node: fx.Node) -> tuple[int, ...]:
     """Dimensions of a value by stride, largest first, seen at some count and batch."""
     traced = plan.traced
     sizes = {symbol: 3 for symbol in traced.size_symbols}
-    strides = evaluate_sizes(stride_exprs(value_of(node)), sizes)
+    _, strides = layout_at(value_of(node), sizes)
     return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 

@@ -98,3 +98,13 @@ def evaluate_scalar(expr: Expr, bindings: Bindings) -> Any:
 def evaluate_sizes(exprs: Iterable[Expr], bindings: Bindings) -> tuple[int, ...]:
     """Concrete sizes or strides under ``bindings``."""
     return tuple(evaluate(expr, bindings) for expr in exprs)
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes, and strides in elements."""
+
+
+def layout_at(tensor: torch.Tensor, bindings: Bindings) -> Layout:
+    """Sizes and strides of a (fake) tensor under ``bindings``."""
+    sizes = evaluate_sizes(size_exprs(tensor), bindings)
+    return sizes, evaluate_sizes(stride_exprs(tensor), bindings)

@@ -24,7 +24,8 @@ def is_written(graph: fx.Graph, nodes: Iterable[fx.Node]) -> bool:
     """Whether a node of ``graph`` may write to memory that one of ``nodes`` lives in."""
     memory = frozenset().union(*map(storages, nodes))
     return any(
-        may_write(node) and not memory.isdisjoint(frozenset().union(*map(storages, _args(node))))
+        may_write(node)
+        and not memory.isdisjoint(frozenset().union(*map(storages, node.all_input_nodes)))
         for node in graph.nodes
         if node.op.startswith("call")
     )
@@ -37,10 +38,6 @@ def storages(node: fx.Node) -> frozenset[int]:
         for leaf in tree_leaves(value_of(node))
         if isinstance(leaf, torch.Tensor)
     )
-
-
-def _args(node: fx.Node) -> list[fx.Node]:
-    return list(node.all_input_nodes)
 
 
 def may_write(node: fx.Node) -> bool:

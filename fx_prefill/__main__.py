@@ -67,8 +67,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    import torch
-
     from .bench.run import BASELINES, Settings, lengths_of, run
     from .bench.table import render
 
@@ -88,7 +86,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     parse_options(options)  # before the minutes that follow
     settings = Settings(
         model=arguments.model,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=_device(arguments.device),
         dtype=arguments.dtype,
         baselines=tuple(arguments.baselines),
         cache=arguments.cache,
@@ -102,6 +100,22 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         arguments.json.write_text(result.to_json() + "\n")
     return 0
+
+
+def _device(name: str | None) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if name is None:
+        return "cuda" if available else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise BenchError(f"--device {name}; accepted: cpu, cuda, cuda:0, ...")
+    if name.startswith("cuda") and not available:
+        raise BenchError(
+            f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu, or "
+            "install a CUDA build of torch on a machine with a GPU"
+        )
+    return name
 
 
 def _option(text: str) -> tuple[str, Any]:

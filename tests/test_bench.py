@@ -43,7 +43,8 @@ def test_the_command_prints_a_table_and_saves_the_figures(
     assert [row["bucket"] for row in result["rows"]] == [32, None]
     for row in result["rows"]:
         assert row["error"] < 1e-5
-        assert min(row["floor"], row["ours"], row["direct"], row["baselines"]["eager"]) > 0
+        assert min(row["floor"], row["ours"], row["direct"], row["baselines"]["eager"]["wall"]) > 0
+        assert row["baselines"]["eager"]["error"] == 0
     assert result["setup"]["buckets"] == 4
     table = capsys.readouterr().out
     assert "ours/floor" in table and "20      32" in table and "eager" in table
@@ -56,6 +57,7 @@ def test_the_command_prints_a_table_and_saves_the_figures(
         (["--model", "qwen3-0.6b", "--lengths", "1"], "at least 2"),
         (["--model", "qwen3-0.6b", "--lengths", "few"], "at least 2"),
         (["--model", "qwen3-0.6b", "--baselines", "magic"], "no baseline magic"),
+        (["--model", "qwen3-0.6b", "--device", "tpu"], "accepted: cpu, cuda"),
         (["--model", "qwen3-0.6b", "--option", "novalue"], "NAME=VALUE"),
         (["--model", "qwen3-0.6b", "--option", "foo=1"], "unknown option 'foo'"),
         (["--model", "qwen3-0.6b", "--layers", "0"], "at least 1"),

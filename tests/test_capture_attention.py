@@ -136,7 +136,10 @@ def test_by_default_a_cpu_does_not_capture_attention_and_long_buckets_do_not() -
     assert not takes(options, captures.CAPTURED_ATTENTION_TOKENS + 1)
 
 
-def test_results_of_many_layers_come_back_whole_and_owned() -> None:
+@pytest.mark.parametrize("eager", [False, True], ids=["whole", "an eager break in each layer"])
+def test_results_of_many_layers_come_back_whole_and_owned(eager: bool) -> None:
+    """With a break left in each layer there are more partitions than merged segments."""
+
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -147,6 +150,8 @@ def test_results_of_many_layers_come_back_whole_and_owned() -> None:
             for layer in self.layers:
                 kept += [x.unflatten(-1, (2, -1)).transpose(1, 2).clone(), x * 2]
                 x = layer(x)
+                if eager:
+                    x = x + torch.tanh(x.cumsum(1))
             return x, kept
 
     for captured in (True, False):

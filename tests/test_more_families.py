@@ -65,13 +65,19 @@ def assert_same(actual: Any, expected: Any, what: str, dtype: torch.dtype = torc
         )
 
 
-def assert_replays_like_eager(case: Case, model: nn.Module, lengths: Any, cache: bool) -> None:
+def assert_replays_like_eager(
+    case: Case, model: nn.Module, lengths: Any, cache: bool, device: str = "cpu"
+) -> None:
+    def given() -> dict[str, Any]:
+        arguments = case.arguments(model, ids, cache)
+        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
     kept = []
     for index, num_tokens in enumerate(lengths):
         what = f"call {index}, {num_tokens} tokens"
         ids = token_ids(num_tokens, index)
-        actual = tensors_of(model(**case.arguments(model, ids, cache)))
-        expected = tensors_of(model.forward(**case.arguments(model, ids, cache)))
+        actual = tensors_of(model(**given()))
+        expected = tensors_of(model.forward(**given()))
         assert_same(actual, expected, what, case.dtype)
         kept.append((what, actual, expected))
     for what, actual, expected in kept:

@@ -36,12 +36,20 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """What one baseline took, and how far its last hidden state is from the eager one, relative."""
+
+    wall: float
+    error: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One length; milliseconds. ``ours`` calls the module, ``direct`` its graph without guards."""
 
     tokens: int
     bucket: int | None
-    baselines: dict[str, float]
+    baselines: dict[str, Baseline]
     floor: float
     ours: float
     ours_submit: float
@@ -136,16 +144,17 @@ class _Inputs:
 
 def _baselines(
     model: Any, inputs: _Inputs, settings: Settings, say: Callable[[str], None]
-) -> dict[int, dict[str, float]]:
-    """Milliseconds of each baseline at each length; compiled ones are compiled for it alone."""
+) -> dict[int, dict[str, Baseline]]:
+    """Each baseline at each length; compiled ones are compiled for it alone."""
     device = torch.device(settings.device)
-    found: dict[int, dict[str, float]] = {n: {} for n in settings.lengths}
+    found: dict[int, dict[str, Baseline]] = {n: {} for n in settings.lengths}
     for name in settings.baselines:
         for n in settings.lengths:
             say(f"{name} at {n} tokens")
             call = _baseline(model, name)
             given = inputs(n)
-            found[n][name] = measure(lambda: call(**given), device, settings.repeats).wall  # noqa: B023
+            wall = measure(lambda: call(**given), device, settings.repeats).wall  # noqa: B023
+            found[n][name] = Baseline(wall, _error(call(**given), model.forward(**given)))
             torch._dynamo.reset()
     return found
 
@@ -198,7 +207,7 @@ def _row(
     runtime: PrefillRuntime,
     inputs: _Inputs,
     settings: Settings,
-    baselines: dict[int, dict[str, float]],
+    baselines: dict[int, dict[str, Baseline]],
 ) -> Row:
     device = torch.device(settings.device)
     given = inputs(n)
@@ -209,7 +218,6 @@ def _row(
     bucket = runtime.options.choose_bucket(n)
     whole = graph_arguments(runtime, lambda: model(**inputs(bucket or n)))
     lowest = measure(floor(runtime, whole), device, settings.repeats)
-    actual, expected = model(**given)[0].float(), model.forward(**given)[0].float()  # type: ignore[attr-defined]
     return Row(
         tokens=n,
         bucket=bucket,
@@ -220,8 +228,13 @@ def _row(
         direct=direct.wall,
         direct_submit=direct.submit,
         breaks=runtime.breaks_at(n),
-        error=float((actual - expected).norm() / expected.norm()),
+        error=_error(model(**given), model.forward(**given)),  # type: ignore[attr-defined]
     )
+
+
+def _error(actual: Any, expected: Any) -> float:
+    last, eager = actual[0].float(), expected[0].float()
+    return float((last - eager).norm() / eager.norm())
 
 
 def lengths_of(text: Sequence[str]) -> tuple[int, ...]:

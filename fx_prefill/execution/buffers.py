@@ -38,8 +38,9 @@ class Slot:
 class MemoryPlan:
     """Slot of every value that needs memory of ours.
 
-    ``last_use`` is the partition index after which a segment's result is not read any more; one
-    past the last partition for a result of the graph.
+    ``last_use`` is the index of the partition after which a segment's result is not read any more;
+    one past that of the last partition for a result of the graph. (Indices are those of the plan:
+    after merging they have gaps, and are not positions.)
     """
 
     slots: tuple[Slot, ...]
@@ -119,10 +120,11 @@ def _lifetimes(
                 start = -1 if made is None else made.index
                 known = lifetimes.get(key, (start, start))
                 lifetimes[key] = (known[0], max(known[1], part.index))
+    end = 1 + max((part.index for part in partitions), default=-1)
     for result in plan.results:
         returned = (RESULT, getattr(result, "node", None))
         if returned in lifetimes:
-            lifetimes[returned] = (lifetimes[returned][0], len(partitions))
+            lifetimes[returned] = (lifetimes[returned][0], end)
     return lifetimes
 
 

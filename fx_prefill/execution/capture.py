@@ -14,6 +14,15 @@ segment that may run before its last reader has been captured; then it is given 
 captures use it again. Readers have a tensor over the same address that owns nothing. That is safe
 because the pool serves captures alone, the graphs keep it alive, and a plan's replays and breaks
 run in plan order on one stream.
+
+Note [A capture that cannot be ended]
+
+What a capture forbids (a synchronisation, say) makes it invalid, and then PyTorch's ``capture_end``
+raises before it has undone what ``capture_begin`` did: the allocator goes on recording to the pool,
+the pool has a user that never leaves, and (on torch 2.11) the device's random number generator
+believes that it is being captured, so that every random number of the process raises from then on.
+The first two are undone by hand, the last by a capture that ends. Later captures take another pool,
+as one that has lost its last user cannot be used again.
 """
 
 from __future__ import annotations
@@ -162,6 +171,8 @@ class CudaGraphRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._pools = [self._pool]
+        self._scratch = torch.zeros(1, device=device)
         self._index = self._stream.device_index
         self._last_stream = 0
         self._last: torch.cuda.Stream | None = None
@@ -189,7 +200,7 @@ class CudaGraphRecorder:
                 results = _apart(function(*inputs), inputs)
                 graph.capture_end()
             except Exception as error:
-                _abandon(graph)
+                self._abandon(graph)
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise CaptureError(
@@ -197,12 +208,40 @@ class CudaGraphRecorder:
                 ) from error
         return CudaGraphRecording(graph, results)
 
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed and undo what it began; what matters was raised already."""
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            log.debug("ending a failed capture: %s", str(error))
+            self._undo_begin()
+        graph.reset()
+
+    def _undo_begin(self) -> None:
+        """Note [A capture that cannot be ended]."""
+        device = self._scratch.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
+        except RuntimeError as error:  # it ended, or had not begun
+            log.debug("the allocator was not recording: %s", str(error))
+        self._pool = torch.cuda.graph_pool_handle()  # the old one may have lost its last user
+        self._pools.append(self._pool)
+        clean = torch.cuda.CUDAGraph()
+        try:
+            clean.capture_begin(capture_error_mode="thread_local")
+            self._scratch.zero_()
+            clean.capture_end()
+        except RuntimeError as error:
+            log.warning("random numbers may fail after a failed capture: %s", str(error))
+        clean.reset()
+
     def num_bytes(self) -> int:
-        pool = tuple(self._pool)
+        pools = {tuple(pool) for pool in self._pools}
         return sum(
             segment["total_size"]
             for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == pool
+            if tuple(segment["segment_pool_id"]) in pools
         )
 
     def is_capturing(self) -> bool:
@@ -228,16 +267,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture that failed; ending it fails too, and what matters was raised already."""
-    try:
-        if torch.cuda.is_current_stream_capturing():
-            graph.capture_end()
-    except RuntimeError as error:
-        log.debug("ending a failed capture: %s", error)
-    graph.reset()
 
 
 def _apart(results: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import PaddingError
 from ..graph.extract import Source, SourceKind
 from ..graph.normalize import value_of
 from ..graph.symbols import Bindings, layout_at
@@ -22,6 +23,7 @@ from ..options import Options
 from .buffers import extent
 from .compile import CompiledPlan, CompiledSegment, SegmentFn, as_sequence
 from .inductor import compile_standalone
+from .verify import leak_of
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ def specialized(
 ) -> CompiledPlan:
     """The plan with an artifact of its own for each distinct segment at the sizes of a bucket.
 
-    ``static`` are call arguments of which the weights are read. A segment that the compiler rejects
-    keeps its general artifact, with a warning. Segments that run uncompiled stay so.
+    ``static`` are call arguments of which the weights are read. A segment that the compiler
+    rejects, or whose artifact fails the padding check, keeps its general artifact, with a warning
+    (an error if ``strict``). Segments that run uncompiled stay so.
     """
     made: dict[int, CompiledSegment] = {}
     segments = {}
@@ -42,9 +45,23 @@ def specialized(
             continue
         if segment.number not in made:
             inputs = [_example(source, node, static, bindings) for source, node in _inputs(part)]
-            made[segment.number] = _compile(segment, part.module, inputs, options)
+            special = _compile(segment, part.module, inputs, options)
+            if special is not segment:
+                leak = leak_of(compiled, part, special.function, bindings, static)
+                special = segment if _rejected(segment, leak, options) else special
+            made[segment.number] = special
         segments[part.index] = made[segment.number]
     return replace(compiled, segments=segments, bodies={})
+
+
+def _rejected(segment: CompiledSegment, leak: str | None, options: Options) -> bool:
+    if leak is None:
+        return False
+    text = f"segment {segment.number} specialized for a bucket failed its check: {leak}"
+    if options.strict:
+        raise PaddingError(text)
+    log.warning("%s; it keeps its general artifact", text)
+    return True
 
 
 def _inputs(part: Any) -> list[tuple[Source, fx.Node]]:

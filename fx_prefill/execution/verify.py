@@ -63,7 +63,7 @@ def checked_plan(
         segment = compiled.segments.get(part.index)
         if segment is not None and segment.number not in seen:
             seen.add(segment.number)
-            leak = _leak(compiled, part, segment.function, bindings, static)
+            leak = leak_of(compiled, part, segment.function, bindings, static)
             if leak is not None:
                 leaks[segment.number] = leak
     if leaks:
@@ -85,7 +85,7 @@ def _check_attention(
         if part.index in compiled.causal:
             key = structural_key(compiled.plan, part)
             if key not in found:
-                found[key] = _leak(compiled, part, part.module.forward, bindings, static)
+                found[key] = leak_of(compiled, part, part.module.forward, bindings, static)
             if found[key]:
                 leaking.add(part.index)
     for leak in filter(None, found.values()):
@@ -93,13 +93,14 @@ def _check_attention(
     return replace(compiled, causal=compiled.causal - leaking)
 
 
-def _leak(
+def leak_of(
     compiled: CompiledPlan,
     part: Partition,
     function: SegmentFn,
     bindings: Bindings,
     static: Sequence[Any],
 ) -> str | None:
+    """What :func:`find_leak` says of a partition run by ``function``, a failure to run included."""
     try:
         leak = find_leak(compiled.plan, part, function, static, bindings)
         return leak and f"padded rows reach real rows at {leak}"

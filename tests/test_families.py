@@ -5,6 +5,7 @@ The reference is `model.forward(...)`, which stays uncompiled when a module is c
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -168,9 +169,21 @@ def assert_one_break_per_layer(graph: Any, family: Family, attention: str, scope
 # ---- the families -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["no_cache", "dynamic_cache"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("scope", ["inner", "whole"])
+def every_way() -> list[Any]:
+    """Scope, attention and cache. Half of them meet each pair of values; --full runs the rest."""
+    ways = list(itertools.product(("inner", "whole"), ("sdpa", "eager"), (False, True)))
+    half = {way for way in ways if ((way[0] == "whole") + (way[1] == "eager") + way[2]) % 2 == 1}
+    return [
+        pytest.param(
+            *way,
+            id="-".join((*way[:2], "dynamic_cache" if way[2] else "no_cache")),
+            marks=() if way in half else pytest.mark.full,
+        )
+        for way in ways
+    ]
+
+
+@pytest.mark.parametrize(("scope", "attention", "cache"), every_way())
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_family_replays(family: Family, scope: str, attention: str, cache: bool) -> None:
     model = getattr(family, scope)(attention)

@@ -13,26 +13,52 @@ if TYPE_CHECKING:
     from .api import CompiledPrefill, compile, explain, report, warmup
     from .opaque.select import BreakModule
     from .options import Options
+    from .serving.attention.backend import (
+        AttentionBackend,
+        AttentionLayer,
+        register_attention_backend,
+    )
+    from .serving.attention.op import attention
+    from .serving.context import ForwardContext, ForwardMode, current_context, forward_context
+    from .serving.kv_cache import PagedKVPool
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AttentionBackend": ".serving.attention.backend",
+    "AttentionLayer": ".serving.attention.backend",
     "BreakModule": ".opaque.select",
     "CompiledPrefill": ".api",
+    "ForwardContext": ".serving.context",
+    "ForwardMode": ".serving.context",
     "Options": ".options",
+    "PagedKVPool": ".serving.kv_cache",
+    "attention": ".serving.attention.op",
     "compile": ".api",
+    "current_context": ".serving.context",
     "explain": ".api",
+    "forward_context": ".serving.context",
+    "register_attention_backend": ".serving.attention.backend",
     "report": ".api",
     "warmup": ".api",
 }
 
 __all__ = [
+    "AttentionBackend",
+    "AttentionLayer",
     "BreakModule",
     "CompiledPrefill",
+    "ForwardContext",
+    "ForwardMode",
     "Options",
+    "PagedKVPool",
     "__version__",
+    "attention",
     "compile",
+    "current_context",
     "explain",
+    "forward_context",
+    "register_attention_backend",
     "report",
     "warmup",
 ]

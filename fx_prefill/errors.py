@@ -45,3 +45,11 @@ class NotCompiledError(FxPrefillError):
 
 class OpaqueModuleError(FxPrefillError):
     """A module of ``break_modules`` cannot be one opaque break; says why and what to do."""
+
+
+class ContextError(FxPrefillError):
+    """A forward's context is missing or contradicts itself; says which field, and what it needs."""
+
+
+class ServingError(FxPrefillError):
+    """An engine asked for something this model or backend cannot do; says what can be done."""

@@ -1,0 +1,93 @@
+"""What an attention backend is, and the ones known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ...errors import ServingError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..context import ForwardContext
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What one layer's attention is, beside its rows.
+
+    ``window`` counts the tokens a row sees, itself included; None for all before it. ``soft_cap``
+    bounds scores as ``cap * tanh(score / cap)``. ``sinks`` ``[num_heads]`` are scores that take
+    part in the softmax and bring no value.
+    """
+
+    index: int
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Attention of a packed batch, with a KV cache of its own choice.
+
+    ``supports_capture`` says that ``forward`` reads nothing but device memory at addresses that do
+    not change between forwards, so that it may run inside a CUDA graph.
+    """
+
+    supports_capture: bool
+
+    def init_forward_metadata(self, ctx: ForwardContext) -> None:
+        """Prepare what all layers of this forward need; called once before the first."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> None:
+        """Write K and V of the real rows to the cache, and the attention of each row to ``out``.
+
+        ``q`` ``[num_tokens, num_heads, head_dim]``, ``k`` ``[num_tokens, num_kv_heads, head_dim]``,
+        ``v`` ``[num_tokens, num_kv_heads, v_head_dim]``, ``out`` ``[num_tokens, num_heads,
+        v_head_dim]``: the real rows only, requests one after the other as in ``ctx``.
+        """
+
+
+Factory = Callable[..., AttentionBackend]
+F = TypeVar("F", bound=Factory)
+
+_factories: dict[str, Factory] = {}
+
+
+def register_attention_backend(name: str) -> Callable[[F], F]:
+    """Make a backend known by name: a decorator of its class, or of a function that makes one.
+
+    It is called with the KV pool: ``factory(pool)``. Raises ServingError when the name is taken.
+    """
+
+    def register(factory: F) -> F:
+        if name in _factories:
+            raise ServingError(f"an attention backend called {name!r} is registered already")
+        _factories[name] = factory
+        return factory
+
+    return register
+
+
+def make_attention_backend(backend: Any, pool: Any) -> AttentionBackend:
+    """A backend by name, or itself where one is given. Raises ServingError for unknown names."""
+    if not isinstance(backend, str):
+        return backend
+    if backend not in _factories:
+        raise ServingError(
+            f"no attention backend {backend!r}; known: {', '.join(sorted(_factories))}. "
+            "fx_prefill.register_attention_backend adds one"
+        )
+    return _factories[backend](pool)

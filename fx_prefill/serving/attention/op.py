@@ -1,0 +1,129 @@
+"""One operator for the attention of a layer: a break whose body sees the live context.
+
+Note [Written where it is read]
+
+The operator writes into memory that it is given. In a replay that is the buffer the next segment
+reads, so nothing is copied; rows past the real ones are not touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import ContextError, ServingError
+from ..context import current_context
+from .backend import AttentionLayer
+
+NO_WINDOW = 0
+NO_CAP = 0.0
+
+_library = torch.library.Library("fx_prefill", "DEF")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, bool causal, "
+    "int window, float soft_cap, Tensor(a!) out) -> ()"
+)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    scale: float | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of packed rows with the live context's cache: ``[num_tokens, num_heads, width]``.
+
+    ``q`` ``[num_tokens, num_heads, head_dim]``, ``k`` ``[num_tokens, num_kv_heads, head_dim]``,
+    ``v`` ``[num_tokens, num_kv_heads, v_head_dim]``. ``layer`` is the number of the layer, or a
+    module with ``layer_idx``, ``layer_id`` or ``layer_number``; ``scale`` is ``head_dim ** -0.5`` by
+    default. The rest is that of :class:`AttentionLayer`. Runs ``ctx.attention`` of the current
+    :class:`ForwardContext`. Raises ServingError for other shapes, ContextError without a context.
+    """
+    _check_shapes(q, k, v)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    torch.ops.fx_prefill.attention(
+        q,
+        k,
+        v,
+        sinks,
+        _layer_number(layer),
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        causal,
+        NO_WINDOW if window is None else window,
+        NO_CAP if soft_cap is None else soft_cap,
+        out,
+    )
+    return out
+
+
+def run_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    soft_cap: float,
+    out: torch.Tensor,
+) -> None:
+    """The body of the operator: the backend of the live context, on the real rows."""
+    ctx = current_context()
+    backend = ctx.attention
+    if backend is None:
+        raise ContextError(
+            f"layer {layer}: the forward's context has no attention backend; set "
+            "ForwardContext.attention"
+        )
+    what = AttentionLayer(layer, scale, causal, window or None, soft_cap or None, sinks)
+    num_tokens = ctx.num_tokens
+    if q.shape[0] != num_tokens:
+        if q.shape[0] < num_tokens:
+            raise ContextError(
+                f"layer {layer}: attention got {q.shape[0]} rows and the context's num_tokens is "
+                f"{num_tokens}; required: at least as many rows"
+            )
+        # Rows that the engine padded itself: only real ones reach the cache.
+        out[num_tokens:].zero_()
+        q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
+    backend.forward(q, k, v, what, out, ctx)
+
+
+_library.impl("attention", run_attention, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fx_prefill::attention", lib=_library)
+def _fake(*args: Any) -> None:
+    return None
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    seen = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 3:
+        raise ServingError(f"attention got {seen}; required: [num_tokens, heads, width] each")
+    if q.shape[-1] != k.shape[-1] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise ServingError(
+            f"attention got {seen}; required: q and k of one width, k and v of as many heads, and "
+            "a whole number of query heads for each of them"
+        )
+
+
+def _layer_number(layer: Any) -> int:
+    if isinstance(layer, int):
+        return layer
+    for name in ("layer_idx", "layer_id", "layer_number"):
+        number = getattr(layer, name, None)
+        if isinstance(number, int):
+            return number
+    raise ServingError(
+        f"attention got the layer {type(layer).__name__}; required: its number, or a module with "
+        "layer_idx, layer_id or layer_number"
+    )

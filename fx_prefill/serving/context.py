@@ -1,0 +1,230 @@
+"""What a forward is about, as the engine knows it, and how breaks get to see it.
+
+Note [The context is live]
+
+Nothing of a context is frozen when a bucket is captured. Breaks read it while they run, and
+whatever they set on it for their own time is put back, also when they raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ContextError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .attention.backend import AttentionBackend
+
+
+class ForwardMode(Enum):
+    """What the requests of a forward do."""
+
+    EXTEND = "extend"
+    """All bring prompt rows: whole prompts, chunks of them, or what follows a cached prefix."""
+
+    MIXED = "mixed"
+    """Some bring prompt rows, the others one row each."""
+
+    DECODE = "decode"
+    """Each brings one row."""
+
+    IDLE = "idle"
+    """There are none: this rank only keeps the others company."""
+
+    @property
+    def extends(self) -> bool:
+        """Whether prompt rows are among the rows."""
+        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+@dataclass
+class ForwardContext:
+    """One forward of a batch of requests; rows of requests lie one after the other.
+
+    Requests that extend come first, then those that decode (one row each). Lengths are in tokens;
+    ``*_host`` are the same numbers as Python integers, so that nothing waits for the device.
+
+    ``prefix_lens`` rows of a request are in the cache already, ``extend_lens`` rows are in this
+    forward, ``seq_lens`` is their sum. ``page_table`` ``[num_requests, max_pages]`` holds the pages
+    of each request, ``write_locations`` ``[num_tokens]`` the cache slot of each row. ``positions``
+    is ``[num_tokens]``, or ``[3, num_tokens]`` for multimodal rotary embeddings.
+
+    ``rank_*`` say the same of every data-parallel rank, identically on all of them. ``aux_hidden``
+    names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
+    of a draft. ``extra`` is the engine's own. ``attention`` is what :func:`fx_prefill.attention`
+    runs.
+    """
+
+    mode: ForwardMode
+    num_tokens: int
+    num_requests: int
+    num_extends: int
+    seq_lens_host: Sequence[int]
+    extend_lens_host: Sequence[int]
+    prefix_lens_host: Sequence[int]
+    seq_lens: torch.Tensor | None = None
+    extend_lens: torch.Tensor | None = None
+    prefix_lens: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    write_locations: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    rank_num_tokens: Sequence[int] | None = None
+    rank_num_requests: Sequence[int] | None = None
+    rank_modes: Sequence[ForwardMode] | None = None
+    rank_aux_hidden: Sequence[str | None] | None = None
+    aux_hidden: str | None = None
+    accept_lengths: torch.Tensor | None = None
+    attention: AttentionBackend | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that bring one row each, after the extending ones."""
+        return self.num_requests - self.num_extends
+
+    @property
+    def last_rows(self) -> list[int]:
+        """Row of the last token of each request, whose logits say what comes next."""
+        rows, start = [], 0
+        for length in self.extend_lens_host:
+            start += length
+            rows.append(start - 1)
+        return rows
+
+    def validate(self) -> None:
+        """Raise ContextError where the fields contradict each other."""
+        lengths = {
+            "seq_lens_host": self.seq_lens_host,
+            "extend_lens_host": self.extend_lens_host,
+            "prefix_lens_host": self.prefix_lens_host,
+        }
+        for name, values in lengths.items():
+            if len(values) != self.num_requests:
+                raise ContextError(
+                    f"{name} has {len(values)} entries for {self.num_requests} requests; required: "
+                    "one for each request of the forward"
+                )
+        if sum(self.extend_lens_host) != self.num_tokens:
+            raise ContextError(
+                f"extend_lens_host sums to {sum(self.extend_lens_host)} and num_tokens is "
+                f"{self.num_tokens}; required: equal, as rows of requests lie one after the other "
+                "(a decoding request brings one row)"
+            )
+        both = zip(self.prefix_lens_host, self.extend_lens_host, strict=True)
+        if [p + e for p, e in both] != list(self.seq_lens_host):
+            raise ContextError(
+                f"seq_lens_host is {list(self.seq_lens_host)}; required: prefix_lens_host + "
+                f"extend_lens_host, which is {list(self.prefix_lens_host)} + "
+                f"{list(self.extend_lens_host)}"
+            )
+        if not 0 <= self.num_extends <= self.num_requests:
+            raise ContextError(
+                f"num_extends is {self.num_extends} of {self.num_requests} requests; required: 0 "
+                "to all of them"
+            )
+        if any(length != 1 for length in self.extend_lens_host[self.num_extends :]):
+            raise ContextError(
+                f"requests from number {self.num_extends} on decode, but extend_lens_host is "
+                f"{list(self.extend_lens_host)}; required: extending requests first, then one row "
+                "for each that decodes"
+            )
+
+    @contextmanager
+    def pinned(self, **fields: Any) -> Iterator[None]:
+        """Fields at other values for the time of a block; put back when it ends or raises."""
+        before = {name: getattr(self, name) for name in fields}
+        try:
+            for name, value in fields.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("fx_prefill_forward", default=None)
+
+
+@contextmanager
+def forward_context(ctx: ForwardContext) -> Iterator[ForwardContext]:
+    """Publish a context to the breaks of the forwards inside; the outer one is back afterwards.
+
+    Per thread and per asynchronous task. Its attention backend is told of it first.
+    """
+    if not isinstance(ctx, ForwardContext):
+        raise ContextError(f"expected a ForwardContext, got {type(ctx).__name__}")
+    token = _current.set(ctx)
+    try:
+        if ctx.attention is not None:
+            ctx.attention.init_forward_metadata(ctx)
+        yield ctx
+    finally:
+        _current.reset(token)
+
+
+def current_context() -> ForwardContext:
+    """The context of the forward going on. Raises ContextError when there is none."""
+    ctx = _current.get()
+    if ctx is None:
+        raise ContextError(
+            "a break asked for the forward's context and there is none; run the model inside "
+            "`with fx_prefill.forward_context(ctx):`"
+        )
+    return ctx
+
+
+def from_lengths(
+    extend_lens: Sequence[int],
+    prefix_lens: Sequence[int] | None = None,
+    *,
+    num_decodes: int = 0,
+    device: torch.device | str = "cpu",
+    **fields: Any,
+) -> ForwardContext:
+    """A context made from the lengths of requests; the last ``num_decodes`` of them decode.
+
+    Fills counts, mode, lengths on host and device, and the plain positions of the rows.
+    """
+    import torch
+
+    prefix = [0] * len(extend_lens) if prefix_lens is None else list(prefix_lens)
+    seq = [p + e for p, e in zip(prefix, extend_lens, strict=True)]
+    starts: Mapping[str, list[int]] = {
+        "seq_lens": seq,
+        "extend_lens": list(extend_lens),
+        "prefix_lens": prefix,
+    }
+    tensors = {k: torch.tensor(v, dtype=torch.int32, device=device) for k, v in starts.items()}
+    rows = [p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)]
+    given: dict[str, Any] = {
+        **tensors,
+        "positions": torch.tensor(rows, dtype=torch.int64, device=device),
+        "mode": _mode(len(extend_lens), num_decodes),
+        **fields,
+    }
+    ctx = ForwardContext(
+        num_tokens=sum(extend_lens),
+        num_requests=len(extend_lens),
+        num_extends=len(extend_lens) - num_decodes,
+        seq_lens_host=seq,
+        extend_lens_host=list(extend_lens),
+        prefix_lens_host=prefix,
+        **given,
+    )
+    ctx.validate()
+    return ctx
+
+
+def _mode(num_requests: int, num_decodes: int) -> ForwardMode:
+    if num_requests == 0:
+        return ForwardMode.IDLE
+    if num_decodes == 0:
+        return ForwardMode.EXTEND
+    return ForwardMode.DECODE if num_decodes == num_requests else ForwardMode.MIXED

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .serving.attention.op import attention
     from .serving.context import ForwardContext, ForwardMode, current_context, forward_context
     from .serving.kv_cache import PagedKVPool
+    from .serving.prefill_graph import MultimodalInputs, PrefillGraph, PrefillOutput
 
 __version__ = "0.1.0"
 
@@ -32,7 +33,10 @@ _EXPORTS = {
     "ForwardContext": ".serving.context",
     "ForwardMode": ".serving.context",
     "Options": ".options",
+    "MultimodalInputs": ".serving.prefill_graph",
     "PagedKVPool": ".serving.kv_cache",
+    "PrefillGraph": ".serving.prefill_graph",
+    "PrefillOutput": ".serving.prefill_graph",
     "attention": ".serving.attention.op",
     "compile": ".api",
     "current_context": ".serving.context",
@@ -50,8 +54,11 @@ __all__ = [
     "CompiledPrefill",
     "ForwardContext",
     "ForwardMode",
+    "MultimodalInputs",
     "Options",
     "PagedKVPool",
+    "PrefillGraph",
+    "PrefillOutput",
     "__version__",
     "attention",
     "compile",

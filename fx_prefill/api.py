@@ -264,7 +264,7 @@ def explain(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = build_plan(gm, example_inputs, options)
         graphs.append(describe_plan(plan, options, hints_of(plan)))
-        return _without_running(gm, example_inputs)
+        return without_running(gm, example_inputs)
 
     args, kwargs = _copy_containers(args), _copy_containers(kwargs)
     names = parameter_names(_signature_of(_module_of(model)))
@@ -294,8 +294,8 @@ def _copy_containers(value: Any) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def _without_running(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Stands in for a graph: results of the right shapes, nothing computed."""
+def without_running(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What stands in for a graph while tracing: results of the right shapes, nothing computed."""
     traced = trace(gm, example_inputs)
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]

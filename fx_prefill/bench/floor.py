@@ -26,9 +26,9 @@ def graph_arguments(runtime: PrefillRuntime, call: Callable[[], Any]) -> list[An
     seen: list[Any] = []
     original = runtime._run
 
-    def spy(args: list[Any]) -> Any:
+    def spy(args: list[Any], bucket: int | None = None) -> Any:
         seen[:] = args
-        return original(args)
+        return original(args, bucket)
 
     runtime._run = spy  # type: ignore[method-assign]
     try:

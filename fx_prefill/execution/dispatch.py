@@ -135,10 +135,47 @@ class PrefillRuntime:
 
     # --- one forward ----------------------------------------------------------------------------
 
-    def _run(self, args: list[Any]) -> Any:
+    def run_at(self, args: list[Any], bucket: int) -> Any:
+        """One forward in a bucket that the caller chose, at least as large as its token count.
+
+        ``args`` are the graph's arguments, as for a call. Runs eagerly, counted, where that bucket
+        cannot serve.
+        """
+        with self._lock:
+            if self._running:
+                return self._fall_back(FallbackReason.REENTERED, args)
+            self._running = True
+            try:
+                return self._run(args, bucket)
+            finally:
+                self._running = False
+
+    def capture_bucket(self, args: list[Any], bucket: int) -> bool:
+        """Capture one bucket; whether it is ready to replay.
+
+        Of ``args``, a call's arguments, the weights and the sizes that are not the token count are
+        read. Raises CaptureOutOfMemory.
+        """
+        with self._lock:
+            if self.refused is not None or not self._weights_usable(args):
+                return False
+            key = (bucket, self._batch(args))
+            if not self._fits(bucket, key[1]) or self._broken_guard(key, args) is not None:
+                return False
+            self._make_room(key[1])
+            return key in self._captures.programs or self._capture(key, args) is not None
+
+    def drop_bucket(self, bucket: int) -> None:
+        """Give up what a bucket captured and do not capture it again."""
+        with self._lock:
+            for key in [key for key in self._captures.programs if key[0] == bucket]:
+                del self._captures.programs[key]
+                self._unusable[key] = FallbackReason.CAPTURE_FAILED
+
+    def _run(self, args: list[Any], bucket: int | None = None) -> Any:
         # Held memory cannot be freed, so what is launched on it may be looked at afterwards.
         late = self._weights.held
-        decision = self.decide(args, weights_later=late)
+        decision = self.decide(args, weights_later=late, bucket=bucket)
         if isinstance(decision, FallbackReason):
             if _whole_ladder.get() and decision in OTHER_BUCKETS_MAY_SERVE:
                 self._make_room(self._batch(args))
@@ -153,7 +190,7 @@ class PrefillRuntime:
         result = program.run(args, num_tokens, confirm)
         if result is MOVED:
             self._weights.let_go()
-            return self._run(args)
+            return self._run(args, bucket)
         self._count(decision[0], num_tokens)
         return result
 
@@ -164,8 +201,10 @@ class PrefillRuntime:
             self.counts.real_rows += num_tokens
             self.counts.padded_rows += bucket - num_tokens
 
-    def decide(self, args: list[Any], weights_later: bool = False) -> Key | FallbackReason:
-        """The program for a call, or the reason why none may serve it."""
+    def decide(
+        self, args: list[Any], weights_later: bool = False, bucket: int | None = None
+    ) -> Key | FallbackReason:
+        """The program for a call (in the bucket, if one is given), or why none may serve it."""
         if self.refused is not None:
             return self.refused
         if self._recorder.is_capturing():
@@ -175,11 +214,11 @@ class PrefillRuntime:
         if not weights_later and not self._weights_usable(args):
             return FallbackReason.WEIGHTS_CHANGED
         num_tokens = self._num_tokens(args)
-        bucket = self._bucket(num_tokens)
-        if isinstance(bucket, FallbackReason):
-            return bucket
-        key = (bucket, self._batch(args))
-        if bucket is not None and not self._fits(bucket, key[1]):
+        chosen = self._bucket(num_tokens) if bucket is None else bucket
+        if isinstance(chosen, FallbackReason):
+            return chosen
+        key = (chosen, self._batch(args))
+        if chosen is not None and not self._fits(chosen, key[1]):
             return FallbackReason.MEMORY
         if self._broken_guard(key, args) is not None:
             return FallbackReason.GUARD

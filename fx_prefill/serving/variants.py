@@ -1,0 +1,145 @@
+"""One way of calling the decoder: with which auxiliary hidden states, and its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import ServingError
+from ..execution.breaks import ALLOCATORS
+from ..graph.causal import CHOSEN
+from ..graph.operators import operator_name, short_name
+from ..options import Options
+from .decoder import Decoder
+from .direct import DirectGraph, trace_directly
+
+SAMPLE_TOKENS = 24
+ATTENTION = "fx_prefill::attention"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call of the decoder that returns hidden states and auxiliary ones, packed rows each.
+
+    ``extra`` are keyword arguments of the decoder, ``layers`` which of the hidden states that a
+    transformers model lists are wanted. ``outputs`` are the places of the results among those of
+    the graph.
+    """
+
+    decoder: Decoder
+    extra: Mapping[str, Any]
+    layers: tuple[int, ...] = ()
+    graph: DirectGraph | None = None
+    rows_index: int = 0
+    positions_index: int | None = None
+    outputs: tuple[int, ...] = ()
+    takes_one_row: bool = False
+
+    @staticmethod
+    def of(decoder: Decoder, declared: Any) -> Variant:
+        """A variant as it is declared: layers, or keyword arguments. Raises ServingError."""
+        if isinstance(declared, Mapping):
+            return Variant(decoder, dict(declared))
+        if isinstance(declared, (list, tuple)) and all(isinstance(n, int) for n in declared):
+            extra = {"output_hidden_states": True} if declared else {}
+            return Variant(decoder, extra, tuple(declared))
+        raise ServingError(
+            f"auxiliary hidden states are declared as {declared!r}; accepted: a list of layers, or "
+            "a mapping of keyword arguments of the decoder"
+        )
+
+    def call(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """The function that is traced, and run where nothing replays."""
+        forward, layers = self.decoder.module.forward, self.layers
+
+        def call(**given: Any) -> tuple[torch.Tensor, ...]:
+            return _states(forward(**given), layers)
+
+        return call
+
+    def run(
+        self, rows: torch.Tensor, positions: torch.Tensor | None, more: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """The decoder eagerly: hidden states and auxiliary ones, ``[num_tokens, hidden]`` each."""
+        given = self.decoder.arguments(rows, positions)
+        return self._packed(self.call()(**given, **self.extra, **more))
+
+    def replay(
+        self, rows: torch.Tensor, positions: torch.Tensor | None, bucket: int
+    ) -> list[torch.Tensor]:
+        """The same from the captured graphs of a bucket."""
+        assert self.graph is not None
+        num_tokens = rows.shape[0]
+        if num_tokens == 1:  # Note [One row]
+            rows = torch.cat([rows, torch.zeros_like(rows)])
+            positions = None if positions is None else torch.cat([positions, positions], -1)
+        given = self.decoder.arguments(rows, positions)
+        live = {self.rows_index: given[self.decoder.rows]}
+        if self.positions_index is not None:
+            live[self.positions_index] = given[self.decoder.positions or ""]
+        args = self.graph.arguments(rows.shape[0], live)
+        results = self.graph.runtime.run_at(args, bucket)
+        found = self._packed([results[index] for index in self.outputs])
+        return found if num_tokens > 1 else [states[:1] for states in found]
+
+    def _packed(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [x[0] for x in states] if self.decoder.batched else list(states)
+
+
+def trace_variant(decoder: Decoder, variant: Variant, options: Options) -> Variant:
+    """The variant with its graph. Raises ServingError where it cannot be replayed."""
+    weight = next(decoder.embedding.parameters())
+    with torch.no_grad():
+        ids = torch.zeros(SAMPLE_TOKENS, dtype=torch.int64, device=weight.device)
+        rows = torch.zeros_like(decoder.embedding(ids))
+    positions = None
+    if decoder.positions is not None:
+        shape = decoder.position_shape(SAMPLE_TOKENS)
+        positions = torch.zeros(shape, dtype=torch.int64, device=weight.device)
+    given = decoder.arguments(rows, positions)
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    graph, outputs = trace_directly(
+        variant.call(), decoder.module, {**given, **variant.extra}, options
+    )
+    places = graph.indices(tensors)
+    if decoder.rows not in places:
+        raise ServingError(f"{type(decoder.module).__name__} does not read {decoder.rows}")
+    return replace(
+        variant,
+        graph=graph,
+        rows_index=places[decoder.rows],
+        positions_index=places.get(decoder.positions or ""),
+        outputs=outputs,
+        takes_one_row=_breaks_at_attention_only(graph),
+    )
+
+
+def _states(output: Any, layers: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Hidden states and auxiliary ones of what a decoder returned."""
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if layers:
+        return (output[0], *(output.hidden_states[number] for number in layers))
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (list, tuple)):
+        return (output[0], *output[1])
+    return (output[0],)
+
+
+def _breaks_at_attention_only(graph: DirectGraph) -> bool:
+    """Note [One row]: PyTorch traces one row as a graph of its own, so a row of padding joins it.
+
+    The attention operator leaves rows past ``num_tokens`` alone; what else runs eagerly would see
+    the row of padding.
+    """
+    plan = graph.runtime.compiled.plan
+    for part in plan.breaks:
+        for node in part.nodes:
+            verdict = plan.verdicts[node]
+            chosen = verdict.reason in CHOSEN and verdict.pure
+            attends = operator_name(node.target) == ATTENTION or short_name(node) in ALLOCATORS
+            if not chosen and not attends:
+                return False
+    return True

@@ -59,10 +59,10 @@ class PrefillGraph:
     ``embedding``, ``head`` and ``logits`` (hidden states to logits) say by hand what is not found.
     ``attention`` is a backend, or the name of one that is made with ``pool``. ``buckets`` are used
     exactly as given; otherwise ``chunked_prefill_size``, the most rows a forward brings, clamps
-    the ladder up to ``max_tokens``. ``aux_hidden`` declares sets of auxiliary hidden states by name: layers of a
-    transformers model (0 is the embedding), or keyword arguments with which a decoder of your own
-    returns ``(hidden, [aux, ...])``. ``task="embed"`` and ``enforce_eager`` never replay. Other
-    options are those of the backend. Raises ServingError, OptionError.
+    the ladder up to ``max_tokens``. ``aux_hidden`` declares sets of auxiliary hidden states by
+    name: layers of a transformers model (0 is the embedding), or keyword arguments with which a
+    decoder of your own returns ``(hidden, [aux, ...])``. ``task="embed"`` and ``enforce_eager``
+    never replay. Other options are those of the backend. Raises ServingError, OptionError.
     """
 
     def __init__(

@@ -273,7 +273,7 @@ class BoundCall:
             if self._must_gather(part, source)
         ]
         if not gathers and self._fixed.issuperset(positions):
-            call = partial(body.function, *(self._template[p] for p in positions), *given)
+            call = body.bound([self._template[p] for p in positions], given)
             return _fixed_step(call, writes, self._keeper(part, keeps))
         return _step(body.function, positions, given, gathers, writes, self._keeper(part, keeps))
 

@@ -2,12 +2,19 @@
 
 A body that allocates its result and lets an operator write into it (``out = torch.empty_like(q);
 attention(q, k, v, out)``) can be given the handoff buffer instead: nothing is copied.
+
+Note [Views of what stays]
+
+Most of a break's inputs are views of memory at fixed addresses. What a body does with them first
+(transposing heads, cutting rows) is a view again, so it is made once for each count and not at each
+call: every operator that PyTorch runs costs the host a microsecond or more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +33,34 @@ LAYOUT_READERS = frozenset(
 )
 
 
+VIEWS = frozenset(
+    "view view_as transpose permute t swapaxes unsqueeze squeeze unflatten expand narrow select "
+    "movedim chunk split unbind getitem".split()
+)
+PYTHON_BODIES: dict[str, Callable[..., Any]] = {}
+"""Operators of this package whose body is called as it is, not through PyTorch's dispatcher."""
+
+
 @dataclass(frozen=True)
 class BreakBody:
     """A break's operators: ``function(*inputs, *given)`` returns the results in order.
 
     ``given`` holds, for each index in ``direct``, memory in which that result is to be made.
+    ``views(*inputs)`` are what ``rest(*views, *given)`` needs to do the same, for inputs at fixed
+    addresses; Note [Views of what stays].
     """
 
     function: Callable[..., Sequence[Any]]
     direct: tuple[int, ...] = ()
     allocations: tuple[fx.Node, ...] = ()
+    views: Callable[..., Sequence[Any]] | None = None
+    rest: Callable[..., Sequence[Any]] | None = None
+
+    def bound(self, inputs: Sequence[Any], given: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+        """The body on inputs that are the same in every call."""
+        if self.views is None or self.rest is None:
+            return partial(self.function, *inputs, *given)
+        return partial(self.rest, *self.views(*inputs), *given)
 
     def memory_for(self, position: int, rows: torch.Tensor, real: Bindings) -> torch.Tensor | None:
         """``rows`` of a handoff in the shape of an allocation; None where they lie apart."""
@@ -53,12 +78,11 @@ def break_body(part: Partition, wanted: Sequence[int]) -> BreakBody:
         if node is not None and node not in allocations:
             direct.append(index)
             allocations.append(node)
-    if not direct:
-        return BreakBody(part.module.forward)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(part.module.graph, env))
     last = [node for node in graph.nodes if node.op == "placeholder"]
+    num_inputs = len(last)
     copies = _copies(part)
     for position, node in enumerate(allocations):
         old = env[copies[node]]
@@ -66,9 +90,51 @@ def break_body(part: Partition, wanted: Sequence[int]) -> BreakBody:
             last.append(graph.placeholder(f"given{position}"))
         old.replace_all_uses_with(last[-1])
         graph.erase_node(old)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = PYTHON_BODIES.get(operator_name(node.target), node.target)
     graph.lint()
     module = fx.GraphModule(part.module, graph, "Break")
-    return BreakBody(module.forward, tuple(direct), tuple(allocations))
+    views, rest = _split_views(module, num_inputs)
+    return BreakBody(module.forward, tuple(direct), tuple(allocations), views, rest)
+
+
+def _split_views(
+    module: fx.GraphModule, num_inputs: int
+) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """A body as the views it makes of its first inputs, and the rest; None where it makes none."""
+    nodes = list(module.graph.nodes)
+    early = set(nodes[:num_inputs])
+    for node in nodes[num_inputs:]:
+        if _is_view(node) and all(given in early for given in node.all_input_nodes):
+            early.add(node)
+    if len(early) == num_inputs:
+        return None, None
+    kept = [n for n in nodes if n in early and any(user not in early for user in n.users)]
+    first = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node in early:
+            env[node] = first.node_copy(node, env.__getitem__)
+    first.output(tuple(env[node] for node in kept))
+    second = fx.Graph()
+    env = {node: second.placeholder(f"view{i}") for i, node in enumerate(kept)}
+    for node in nodes:
+        if node not in early:
+            env[node] = second.node_copy(node, env.__getitem__)
+    forwards = [fx.GraphModule(module, graph, "Break").forward for graph in (first, second)]
+    return forwards[0], forwards[1]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at the memory of its inputs, whatever their layout."""
+    if node.op not in ("call_function", "call_method") or short_name(node) not in VIEWS:
+        return False
+    if short_name(node) != "getitem":
+        return True
+    index = node.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)
 
 
 def _copies(part: Partition) -> dict[fx.Node, fx.Node]:

@@ -90,13 +90,11 @@ def _sample(decoder: Decoder) -> torch.Tensor:
 
 def _own_logits(model: Any, decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
     """What the model's forward makes of these hidden states: its decoder returns just them."""
-    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions as Output
 
     module = decoder.module
     own = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: BaseModelOutputWithPast(
-        last_hidden_state=hidden[None]  # type: ignore[arg-type]
-    )
+    module.forward = lambda *args, **kwargs: Output(last_hidden_state=hidden[None])  # type: ignore[arg-type]
     try:
         with torch.no_grad():
             return model(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import ContextError, ServingError
+from ...execution.breaks import PYTHON_BODIES
 from ..context import current_context
 from .backend import AttentionLayer
 
@@ -98,6 +99,7 @@ def run_attention(
 
 
 _library.impl("attention", run_attention, "CompositeExplicitAutograd")
+PYTHON_BODIES["fx_prefill::attention"] = run_attention
 
 
 @torch.library.register_fake("fx_prefill::attention", lib=_library)

@@ -42,8 +42,8 @@ def attention(
 
     ``q`` ``[num_tokens, num_heads, head_dim]``, ``k`` ``[num_tokens, num_kv_heads, head_dim]``,
     ``v`` ``[num_tokens, num_kv_heads, v_head_dim]``. ``layer`` is the number of the layer, or a
-    module with ``layer_idx``, ``layer_id`` or ``layer_number``; ``scale`` is ``head_dim ** -0.5`` by
-    default. The rest is that of :class:`AttentionLayer`. Runs ``ctx.attention`` of the current
+    module with ``layer_idx``, ``layer_id`` or ``layer_number``; ``scale`` is ``head_dim ** -0.5``
+    by default. The rest is that of :class:`AttentionLayer`. Runs ``ctx.attention`` of the current
     :class:`ForwardContext`. Raises ServingError for other shapes, ContextError without a context.
     """
     _check_shapes(q, k, v)

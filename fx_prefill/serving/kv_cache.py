@@ -36,7 +36,13 @@ class PagedKVPool:
         device: torch.device | str = "cpu",
         layout: Literal["NHD", "HND"] = "NHD",
     ) -> None:
-        for name, value in (("num_layers", num_layers), ("page_size", page_size)):
+        sizes = {
+            "num_layers": num_layers,
+            "page_size": page_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, value in sizes.items():
             if value < 1:
                 raise ServingError(f"{name} is {value}; required: at least 1")
         if num_pages < 2:
@@ -51,6 +57,10 @@ class PagedKVPool:
         self.dtype, self.device, self.layout = dtype, torch.device(device), layout
         self.keys = [self._layer(head_dim) for _ in range(num_layers)]
         self.values = [self._layer(self.v_head_dim) for _ in range(num_layers)]
+        # Made once: a view costs as much host time as the launch of the write.
+        self._rows = [
+            (self._by_row(k), self._by_row(v)) for k, v in zip(self.keys, self.values, strict=True)
+        ]
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._users = [0] * num_pages
 
@@ -60,6 +70,11 @@ class PagedKVPool:
             inner = inner[::-1]
         shape = (self.num_pages, *inner, width)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _by_row(self, held: torch.Tensor) -> torch.Tensor:
+        """``[num_slots, heads, width]``; ``[num_pages, page_size, heads, width]`` for HND, whose
+        slots are not evenly spaced."""
+        return held.flatten(0, 1) if self.layout == "NHD" else held.transpose(1, 2)
 
     # --- pages ----------------------------------------------------------------------------------
 
@@ -85,53 +100,76 @@ class PagedKVPool:
                 f"{self.num_pages - 1} are free; finish or preempt a request first"
             )
         pages = [self._free.pop() for _ in range(num_pages)]
-        self.share(pages)
+        for page in pages:
+            self._users[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user for each page."""
+        """One more user for each page. Raises ServingError for one that nobody has."""
         for page in pages:
+            self._check_used(page, "shared")
             self._users[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One user less for each page; those without any are free again."""
+        """One user less for each page; those without any are free again.
+
+        Raises ServingError for one that nobody has.
+        """
         for page in pages:
-            if self._users[page] < 1:
-                raise ServingError(f"page {page} is given back and nobody had it")
+            self._check_used(page, "given back")
             self._users[page] -= 1
             if self._users[page] == 0:
                 self._free.append(page)
 
+    def _check_used(self, page: int, what: str) -> None:
+        if not DUMMY_PAGE < page < self.num_pages or self._users[page] < 1:
+            raise ServingError(
+                f"page {page} is {what} and nobody has it; required: a page that allocate() gave "
+                f"and release() has not taken back, of 1 to {self.num_pages - 1}"
+            )
+
     def slots(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
-        """Slots of the tokens ``start`` to ``stop`` of a request that has ``pages``."""
+        """Slots of the tokens ``start`` to ``stop`` of a request that has ``pages``.
+
+        Raises ServingError where the pages do not reach that far.
+        """
         size = self.page_size
+        if stop > len(pages) * size:
+            raise ServingError(
+                f"tokens {start} to {stop} are asked for and {len(pages)} pages of {size} tokens "
+                f"hold {len(pages) * size}; allocate {self.pages_for(stop) - len(pages)} more"
+            )
         return [pages[i // size] * size + i % size for i in range(start, stop)]
 
     def page_table(self, requests: Sequence[Sequence[int]]) -> torch.Tensor:
         """``[num_requests, max_pages]`` (int32), filled up with the reserved page."""
         width = max((len(pages) for pages in requests), default=0)
         rows = [[*pages, *[DUMMY_PAGE] * (width - len(pages))] for pages in requests]
-        return torch.tensor(rows, dtype=torch.int32, device=self.device).view(len(rows), width)
+        # From pinned memory, so that the host does not wait for the copy.
+        table = torch.tensor(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        return table.view(len(rows), width).to(self.device, non_blocking=True)
 
     # --- rows -----------------------------------------------------------------------------------
 
     def write(self, layer: int, locations: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write rows ``[num_tokens, num_kv_heads, width]`` to slots ``[num_tokens]`` (int64)."""
-        for held, rows in ((self.keys[layer], k), (self.values[layer], v)):
+        index = self._index(locations)
+        for held, rows in zip(self._rows[layer], (k, v), strict=True):
             rows = rows.to(held.dtype)
-            if self.layout == "NHD":
-                held.view(-1, *held.shape[2:]).index_copy_(0, locations, rows)
+            if isinstance(index, tuple):
+                held[index] = rows
             else:
-                page, offset = locations // self.page_size, locations % self.page_size
-                held[page, :, offset] = rows
+                held.index_copy_(0, index, rows)
 
     def read(self, layer: int, locations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[num, num_kv_heads, width]`` of slots ``[num]`` (int64)."""
-        found = []
-        for held in (self.keys[layer], self.values[layer]):
-            if self.layout == "NHD":
-                found.append(held.view(-1, *held.shape[2:]).index_select(0, locations))
-            else:
-                page, offset = locations // self.page_size, locations % self.page_size
-                found.append(held[page, :, offset])
-        return found[0], found[1]
+        keys, values = self._rows[layer]
+        index = self._index(locations)
+        if isinstance(index, tuple):
+            return keys[index], values[index]
+        return keys.index_select(0, index), values.index_select(0, index)
+
+    def _index(self, locations: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self.layout == "NHD":
+            return locations
+        return locations // self.page_size, locations % self.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...errors import ServingError
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 class AttentionLayer:
     """What one layer's attention is, beside its rows.
 
-    ``window`` counts the tokens a row sees, itself included; None for all before it. ``soft_cap``
-    bounds scores as ``cap * tanh(score / cap)``. ``sinks`` ``[num_heads]`` are scores that take
-    part in the softmax and bring no value.
+    ``window`` counts the tokens a row sees, itself included; None for all before it. A row that is
+    not ``causal`` sees as many to its right. ``soft_cap`` bounds scores as ``cap * tanh(score /
+    cap)``. ``sinks`` ``[num_heads]`` are scores that take part in the softmax and bring no value.
     """
 
     index: int
@@ -65,6 +66,15 @@ F = TypeVar("F", bound=Factory)
 
 _factories: dict[str, Factory] = {}
 
+# Imported when asked for: two of them need libraries that few have installed.
+_BUILT_IN = {
+    "flash_attn": f"{__package__}.optional",
+    "flashinfer": f"{__package__}.optional",
+    "flex": f"{__package__}.flex",
+    "sdpa": f"{__package__}.sdpa",
+    "varlen": f"{__package__}.varlen",
+}
+
 
 def register_attention_backend(name: str) -> Callable[[F], F]:
     """Make a backend known by name: a decorator of its class, or of a function that makes one.
@@ -73,7 +83,8 @@ def register_attention_backend(name: str) -> Callable[[F], F]:
     """
 
     def register(factory: F) -> F:
-        if name in _factories:
+        module = getattr(factory, "__module__", None)
+        if name in _factories or _BUILT_IN.get(name, module) != module:
             raise ServingError(f"an attention backend called {name!r} is registered already")
         _factories[name] = factory
         return factory
@@ -85,9 +96,12 @@ def make_attention_backend(backend: Any, pool: Any) -> AttentionBackend:
     """A backend by name, or itself where one is given. Raises ServingError for unknown names."""
     if not isinstance(backend, str):
         return backend
+    if backend not in _factories and backend in _BUILT_IN:
+        import_module(_BUILT_IN[backend])
     if backend not in _factories:
+        known = ", ".join(sorted({*_BUILT_IN, *_factories}))
         raise ServingError(
-            f"no attention backend {backend!r}; known: {', '.join(sorted(_factories))}. "
+            f"no attention backend {backend!r}; known: {known}. "
             "fx_prefill.register_attention_backend adds one"
         )
     return _factories[backend](pool)

@@ -8,7 +8,7 @@ whatever they set on it for their own time is put back, also when they raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -156,10 +156,12 @@ _current: ContextVar[ForwardContext | None] = ContextVar("fx_prefill_forward", d
 def forward_context(ctx: ForwardContext) -> Iterator[ForwardContext]:
     """Publish a context to the breaks of the forwards inside; the outer one is back afterwards.
 
-    Per thread and per asynchronous task. Its attention backend is told of it first.
+    Per thread and per asynchronous task. Its attention backend is told of it first. Raises
+    ContextError where its fields contradict each other.
     """
     if not isinstance(ctx, ForwardContext):
         raise ContextError(f"expected a ForwardContext, got {type(ctx).__name__}")
+    ctx.validate()
     token = _current.set(ctx)
     try:
         if ctx.attention is not None:
@@ -196,16 +198,17 @@ def from_lengths(
 
     prefix = [0] * len(extend_lens) if prefix_lens is None else list(prefix_lens)
     seq = [p + e for p, e in zip(prefix, extend_lens, strict=True)]
-    starts: Mapping[str, list[int]] = {
-        "seq_lens": seq,
-        "extend_lens": list(extend_lens),
-        "prefix_lens": prefix,
-    }
-    tensors = {k: torch.tensor(v, dtype=torch.int32, device=device) for k, v in starts.items()}
-    rows = [p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)]
+    # In one copy from pinned memory: others make the host wait for the device.
+    where = torch.device(device)
+    numbers = [seq, list(extend_lens), prefix]
+    numbers.append([p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)])
+    flat = torch.tensor([n for part in numbers for n in part], pin_memory=where.type == "cuda")
+    moved = flat.to(where, non_blocking=True).split([len(part) for part in numbers])
     given: dict[str, Any] = {
-        **tensors,
-        "positions": torch.tensor(rows, dtype=torch.int64, device=device),
+        "seq_lens": moved[0].to(torch.int32),
+        "extend_lens": moved[1].to(torch.int32),
+        "prefix_lens": moved[2].to(torch.int32),
+        "positions": moved[3],
         "mode": _mode(len(extend_lens), num_decodes),
         **fields,
     }

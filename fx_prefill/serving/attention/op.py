@@ -48,6 +48,7 @@ def attention(
     :class:`ForwardContext`. Raises ServingError for other shapes, ContextError without a context.
     """
     _check_shapes(q, k, v)
+    _check_numbers(window, soft_cap, sinks, q.shape[1])
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     torch.ops.fx_prefill.attention(
         q,
@@ -115,6 +116,20 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ServingError(
             f"attention got {seen}; required: q and k of one width, k and v of as many heads, and "
             "a whole number of query heads for each of them"
+        )
+
+
+def _check_numbers(
+    window: int | None, soft_cap: float | None, sinks: torch.Tensor | None, num_heads: int
+) -> None:
+    if window is not None and window < 1:
+        raise ServingError(f"attention got window={window}; required: at least 1 token, or None")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ServingError(f"attention got soft_cap={soft_cap}; required: above 0, or None")
+    if sinks is not None and list(sinks.shape) != [num_heads]:
+        raise ServingError(
+            f"attention got sinks {list(sinks.shape)}; required: one score for each of the "
+            f"{num_heads} query heads"
         )
 
 

@@ -1,0 +1,125 @@
+"""PrefillGraph on a GPU: captured buckets, live attention, an engine's decode graphs beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from serving_models import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, Batch, PackedLM, poison
+
+from fx_prefill import PagedKVPool, PrefillGraph
+from fx_prefill.errors import ServingError
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+MAX_TOKENS = 128
+
+
+def pool_on_gpu(dtype: torch.dtype) -> PagedKVPool:
+    pool = PagedKVPool(LAYERS, 400, 4, KV_HEADS, HEAD_DIM, dtype=dtype, device="cuda")
+    poison(pool)
+    return pool
+
+
+def made(attention: str, dtype: torch.dtype, **options: Any) -> PrefillGraph:
+    model = PackedLM().to(dtype).cuda()
+    graph = PrefillGraph(
+        model, attention=attention, pool=pool_on_gpu(dtype), max_tokens=MAX_TOKENS, **options
+    )
+    graph.warmup()
+    return graph
+
+
+class GpuBatch(Batch):
+    def __init__(self, pool: Any, lengths: list[int], seed: int = 0) -> None:
+        super().__init__(pool, lengths, seed)
+        self.ids = [ids.cuda() for ids in self.ids]
+
+    def context(self, *args: Any, **fields: Any) -> Any:
+        ctx, ids = super().context(*args, device="cuda", **fields)
+        ctx.write_locations = ctx.write_locations.cuda()
+        return ctx, ids
+
+
+def alone(graph: PrefillGraph, ids: torch.Tensor) -> torch.Tensor:
+    dtype = next(graph.model.parameters()).dtype
+    eager = PrefillGraph(graph.model, attention="sdpa", pool=pool_on_gpu(dtype), enforce_eager=True)
+    batch = GpuBatch(eager.attention.pool, [len(ids)])  # type: ignore[attr-defined]
+    ctx, _ = batch.context([len(ids)])
+    logits = eager.run(ctx, ids).logits
+    assert logits is not None
+    return logits[-1]
+
+
+CASES = [("sdpa", torch.float32, "eager"), ("sdpa", torch.float32, "inductor")]
+
+
+@pytest.mark.parametrize(("attention", "dtype", "compiler"), CASES)
+def test_batches_give_what_requests_give_alone(
+    attention: str, dtype: torch.dtype, compiler: str
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    graph = made(attention, dtype, compiler=compiler)
+    pool = graph.attention.pool  # type: ignore[attr-defined]
+    kept = []
+    for seed, lengths in enumerate(([20], [128], [1], [60, 33, 7], [2], [100, 20], [17, 1, 1])):
+        batch = GpuBatch(pool, [n + 9 for n in lengths], seed)
+        first = graph.replay(*batch.context(lengths))
+        ctx, ids = batch.context(
+            [9] + [1] * (len(lengths) - 1), lengths, num_decodes=len(lengths) - 1
+        )
+        second = graph.replay(ctx, ids)
+        ends = [lengths[0] + 9, *(n + 1 for n in lengths[1:])]
+        for output, counts in ((first, lengths), (second, ends)):
+            for number, end in enumerate(counts):
+                wanted = alone(graph, batch.ids[number][:end])
+                kept.append((output.logits[number], wanted))  # type: ignore[index]
+        batch.release()
+        poison(pool)
+    for actual, wanted in kept:
+        torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-4)
+    assert sum(graph.replays.values()) == 14
+
+
+def test_nothing_waits_for_the_device_in_a_replay() -> None:
+    graph = made("sdpa", torch.float32, compiler="eager")
+    batch = GpuBatch(graph.attention.pool, [60, 33, 7])  # type: ignore[attr-defined]
+    ctx, ids = batch.context([50, 30, 1], [0, 3, 6], num_decodes=1)
+    graph.replay(ctx, ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay(ctx, ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_decode_graphs_of_the_engine_live_beside_it() -> None:
+    """Both replayed in turns, each with a pool of its own; neither overwrites the other."""
+    graph = made("sdpa", torch.float32, compiler="eager")
+    head = graph.model.lm_head
+    static = torch.zeros(4, head.in_features, device="cuda")  # type: ignore[arg-type]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        head(static)
+    torch.cuda.synchronize()
+    decode = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(decode):
+        decoded = head(static).sin() * 2
+    batch = GpuBatch(graph.attention.pool, [60])  # type: ignore[attr-defined]
+    ctx, ids = batch.context([60])
+    wanted = alone(graph, ids)
+    for step in range(4):
+        static.fill_(step)
+        decode.replay()
+        output = graph.replay(ctx, ids)
+        assert output.logits is not None and output.logits.shape == (1, VOCAB)
+        torch.testing.assert_close(output.logits[0], wanted, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(decoded, head(static).sin() * 2)
+
+
+def test_varlen_says_what_it_needs() -> None:
+    with pytest.raises(ServingError, match="required: a CUDA pool of bfloat16"):
+        PrefillGraph(PackedLM().cuda(), attention="varlen", pool=pool_on_gpu(torch.float32))

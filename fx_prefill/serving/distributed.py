@@ -33,7 +33,7 @@ from torch import distributed as dist
 from ..errors import CaptureError, CaptureOutOfMemory, ContextError, ServingError
 from ..graph.partition import PartitionPlan
 from ..graph.rules import is_collective
-from .context import ForwardContext
+from .context import ForwardContext, ForwardMode
 
 log = logging.getLogger(__name__)
 
@@ -327,12 +327,14 @@ def _require_own_entries(ctx: ForwardContext, rank: int) -> None:
 
 def _idle_rank(modes: Sequence[Any]) -> str | None:
     for rank, mode in enumerate(modes):
-        if not mode.extends:
+        if mode is not ForwardMode.EXTEND and not mode.extends:  # asked at each forward
             return f"rank {rank} is in mode {mode.value}"
     return None
 
 
 def _mixed_aux(aux: Sequence[str | None]) -> str | None:
+    if aux.count(aux[0]) == len(aux):
+        return None
     for rank, mode in enumerate(aux):
         if mode != aux[0]:
             return f"rank 0 has aux-hidden mode {aux[0]!r} and rank {rank} has {mode!r}"

@@ -288,7 +288,8 @@ def _aux_modes(ctx: ForwardContext) -> Sequence[str | None]:
     return [ctx.aux_hidden] * num_ranks
 
 
-_RANK_FIELDS = ("rank_num_tokens", "rank_modes", "rank_num_requests", "rank_aux_hidden")
+_OWN_FIELDS = ("rank_num_tokens", "rank_modes", "rank_num_requests", "rank_aux_hidden")
+_RANK_FIELDS = (*_OWN_FIELDS, "rank_layer_inputs")
 
 
 def _require_no_rank_fields(ctx: ForwardContext) -> None:
@@ -316,7 +317,7 @@ def _require_own_entries(ctx: ForwardContext, rank: int) -> None:
     if not 0 <= rank < num_ranks:
         raise ContextError(f"this is rank {rank}; required: 0 to {num_ranks - 1}")
     own = (ctx.num_tokens, ctx.mode, ctx.num_requests, ctx.aux_hidden)
-    for name, value in zip(_RANK_FIELDS, own, strict=True):
+    for name, value in zip(_OWN_FIELDS, own, strict=True):
         entries = getattr(ctx, name)
         if entries is not None and entries[rank] != value:
             raise ContextError(

@@ -11,7 +11,7 @@ from torch import nn
 import fx_prefill
 from fx_prefill.serving.context import from_lengths
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 24, 4, 2, 6, 4
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 24, 4, 2, 8, 4
 
 
 class PlainBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ class Capturable(PlainBackend):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         offsets = [0, q.shape[0]] if self.leaks else batch.cu_q.tolist()
-        for start, stop in zip(offsets, offsets[1:], strict=False):
+        for start, stop in pairwise(offsets):
             rows = slice(start, stop)
             scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) * layer.scale
             hidden = torch.ones(stop - start, stop - start).triu(1).bool()

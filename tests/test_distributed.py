@@ -504,3 +504,64 @@ def test_all_ranks_see_the_same() -> None:
         extends = all(ctx.mode in (EXTEND, MIXED) for ctx in ranks)
         assert (view.refusal is None) == (alike and extends)
         assert view.num_tokens == max(ctx.num_tokens for ctx in ranks)
+
+
+# ---- PrefillGraph on two ranks ------------------------------------------------------------------
+
+
+def _graph_on(rank: int) -> Any:
+    from serving_models import Batch, PackedLM, PlainBackend, pool_for
+
+    graph = fx_prefill.PrefillGraph(
+        PackedLM(), attention=PlainBackend(pool_for()), max_tokens=64, group=dist.group.WORLD
+    )
+    return graph, Batch(graph.attention.pool, [20 + 10 * rank])  # type: ignore[attr-defined]
+
+
+def _one_rank_cannot_capture(rank: int) -> Any:
+    graph, batch = _graph_on(rank)
+    capture = graph._capture
+
+    def fails(bucket: int) -> None:
+        if rank == 1 and bucket == 48:
+            raise RuntimeError("no kernel for this size")
+        capture(bucket)
+
+    graph._capture = fails
+    with torch.no_grad():
+        graph.warmup()
+        own = 20 + 10 * rank
+        ctx, ids = batch.context([own])
+        ctx.rank_num_tokens, ctx.rank_modes = [20, 30], [ForwardMode.EXTEND] * 2
+        graph._rank = rank
+        replayed = graph.replay(ctx, ids)
+        eager = graph._run_eagerly(ctx, graph.decoder.embedding(ids), None, None)
+    assert_same(replayed.hidden_states, eager.hidden_states)
+    return graph._rules.buckets, dict(graph.report().graphs[0].replays)
+
+
+def test_a_graph_leaves_out_on_all_ranks_what_one_cannot_capture(tmp_path: Path) -> None:
+    assert run_pair(_one_rank_cannot_capture, tmp_path) == [((16, 32, 64), {32: 1})] * 2
+
+
+def _one_rank_is_out_of_memory(rank: int) -> Any:
+    graph, _ = _graph_on(rank)
+    if rank == 0:
+
+        def fails(bucket: int) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        graph._capture = fails
+    try:
+        with torch.no_grad():
+            graph.warmup()
+    except CaptureOutOfMemory as error:
+        return str(error).split(" while ")[0], graph.why_not(from_lengths([20]))
+    return None
+
+
+def test_out_of_memory_on_one_rank_ends_the_warmup_of_all(tmp_path: Path) -> None:
+    one, other = run_pair(_one_rank_is_out_of_memory, tmp_path)
+    not_captured = "nothing is captured yet: call warmup() first"
+    assert one == ("this rank ran out of memory", not_captured)
+    assert other == ("another rank ran out of memory", not_captured)

@@ -314,6 +314,48 @@ def test_other_breaks_see_no_row_of_padding() -> None:
         torch.testing.assert_close(found.mean(0), torch.zeros(HIDDEN), rtol=0, atol=1e-5)
 
 
+# ---- several ranks -----------------------------------------------------------------------------
+
+
+def ranks(counts: list[int], **fields: Any) -> dict[str, Any]:
+    """The replicated fields of data-parallel ranks with these token counts, this one the first."""
+    modes = [ForwardMode.EXTEND if n else ForwardMode.IDLE for n in counts]
+    return {"rank_num_tokens": counts, "rank_modes": modes, **fields}
+
+
+def test_every_rank_takes_the_bucket_of_the_largest() -> None:
+    graph = made()
+    batch = Batch(pool_of(graph), [20])
+    ctx, ids = batch.context([20], **ranks([20, 50, 33]))
+    assert_like_alone(graph, batch, graph.replay(ctx, ids), [20])
+    assert graph.report().graphs[0].replays == {64: 1}
+    assert list(ctx.rank_num_tokens or ()) == [20, 50, 33]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (ranks([20, 0]), "rank 1 is in mode idle"),
+        (ranks([20, 90]), str(Refusal.TOO_LONG)),
+        (ranks([20, 5], rank_aux_hidden=[None, "draft"]), "rank 1 has 'draft'"),
+        (ranks([20, 5], rank_layer_inputs=[False, True]), str(Refusal.LAYER_INPUTS)),
+        (ranks([20, 5], rank_layer_inputs=[False, False]), None),
+    ],
+)
+def test_what_one_rank_does_decides_for_all(
+    shared: PrefillGraph, fields: dict[str, Any], reason: str | None
+) -> None:
+    seen = shared.why_not(plain([20], **fields))
+    assert (seen is None) if reason is None else (seen is not None and reason in seen)
+
+
+def test_what_other_ranks_cannot_know_is_an_error(shared: PrefillGraph) -> None:
+    with pytest.raises(ContextError, match="set rank_aux_hidden"):
+        shared.can_run(plain([20], aux_hidden="draft", **ranks([20, 5])))
+    with pytest.raises(ContextError, match="set rank_layer_inputs"):
+        shared.can_run(plain([20], **ranks([20, 5])), MultimodalInputs({"deepstack": 1}))
+
+
 # ---- failures -----------------------------------------------------------------------------------
 
 

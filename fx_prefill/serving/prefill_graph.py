@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .context import ForwardContext, from_lengths
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
 from .direct import DirectGraph
-from .distributed import capture_together, captures_collectives, rank_view
+from .distributed import capture_together, captures_collectives, rank_view, require_same
 from .hugging_face import is_hugging_face, use_live_attention
 from .logits import checked_logits, wanted_rows
 from .published import Published
@@ -126,15 +126,32 @@ class PrefillGraph:
         for name, variant in self._variants.items():
             if variant.graph is None:
                 self._variants[name] = self._traced(variant)
-        plans = [self._graph(name).runtime.compiled.plan for name in self._variants]
-        strict = self.options.strict or any(captures_collectives(plan) for plan in plans)
+        strict = self._forbid_falling_back_alone() or self.options.strict
         with torch.no_grad(), self._lock:
             captured = capture_together(
                 self.options.ladder, self._capture, self._drop, self._group, strict=strict
             )
-            self._with_attention = frozenset(filter(self._capture_attention, captured))
+            if all(variant.captured for variant in self._variants.values()):
+                inside = capture_together(
+                    captured, self._capture_attention, _keep, self._group, strict=strict
+                )
+                self._with_attention = frozenset(inside)
+        demoted = [sorted(self._graph(n).runtime.compiled.demoted) for n in self._variants]
+        require_same("what failed the padding check", demoted, self._group)
         self._rules = self._rules_with(sorted(captured))
-        log.info("captured %s", captured)
+        log.info("captured %s, with attention %s", captured, sorted(self._with_attention))
+
+    def _forbid_falling_back_alone(self) -> bool:
+        """Whether segments hold collectives; a forward that falls back is then an error.
+
+        Other ranks would wait in a collective of another shape.
+        """
+        runtimes = [self._graph(name).runtime for name in self._variants]
+        found = any(captures_collectives(runtime.compiled.plan) for runtime in runtimes)
+        if found:
+            for runtime in runtimes:
+                runtime.options = replace(runtime.options, strict=True)
+        return found
 
     def _traced(self, variant: Variant) -> Variant:
         made = trace_variant(self.decoder, variant, self.options)
@@ -150,18 +167,16 @@ class PrefillGraph:
             if not graph.runtime.capture_bucket(graph.arguments(bucket, {}), bucket):
                 raise CaptureError(f"bucket {bucket} could not be captured")
 
-    def _capture_attention(self, bucket: int) -> bool:
-        """Capture a bucket once more with its attention; whether all variants have that now.
+    def _capture_attention(self, bucket: int) -> None:
+        """Capture a bucket once more, in every variant, with its attention. Raises CaptureError.
 
         One made-up request of half the bucket, no row of which has a slot, is what captured kernels
         read meanwhile: the padding check finds real rows and padded ones.
         """
-        variants = list(self._variants.values())
-        if not all(variant.captured for variant in variants):
-            return False
         sample = from_lengths([max(1, bucket // 2)], device=self._device())
         with self._published(sample, bucket):
-            return all(variant.capture_attention(bucket) for variant in variants)
+            for variant in self._variants.values():
+                variant.capture_attention(bucket)
 
     def _drop(self, bucket: int) -> None:
         for name in self._variants:
@@ -381,6 +396,10 @@ class PrefillGraph:
         runtimes = [v.graph.runtime for v in variants if v.graph is not None]
         runtimes += [v.captured for v in variants if v.captured is not None]
         return Report(tuple(describe_runtime(r, hints_of(r.compiled.plan)) for r in runtimes))
+
+
+def _keep(bucket: int) -> None:
+    """A bucket that is not captured with its attention is captured without; nothing is given up."""
 
 
 def _of_any_rank(ctx: ForwardContext, own: bool, rank: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ServingError
+from ..errors import CaptureError, ServingError
 from ..execution.breaks import ALLOCATORS
 from ..execution.dispatch import PrefillRuntime
 from ..graph.causal import CHOSEN, reads_only
@@ -93,13 +93,17 @@ class Variant:
         found = self._packed([results[index] for index in self.outputs])
         return found if num_tokens > 1 else [states[:1] for states in found]
 
-    def capture_attention(self, bucket: int) -> bool:
-        """Capture a bucket with its attention; False where some of it would run eagerly."""
+    def capture_attention(self, bucket: int) -> None:
+        """Capture a bucket with its attention. Raises CaptureError where some would run eagerly."""
         assert self.graph is not None and self.captured is not None
         done = self.captured.capture_bucket(self.graph.arguments(bucket, {}), bucket)
         compiled = self.captured.compiled  # attention that fails its check is not captured
         breaks = {part.index for part in compiled.partitions if not part.is_segment}
-        return done and breaks <= compiled.causal
+        if not done or not breaks <= compiled.causal:
+            raise CaptureError(
+                f"attention stays eager in bucket {bucket}: it could not be captured, or lets "
+                "padded rows reach real ones"
+            )
 
     def _packed(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [x[0] for x in states] if self.decoder.batched else list(states)

@@ -24,6 +24,7 @@ from torch import nn
 import fx_prefill
 from fx_prefill import ForwardMode, MultimodalInputs, PrefillGraph
 from fx_prefill.errors import ContextError, FallbackError, OptionError, ServingError
+from fx_prefill.execution.dispatch import FallbackReason
 from fx_prefill.serving.context import current_context, from_lengths
 from fx_prefill.serving.decisions import Refusal
 
@@ -384,6 +385,21 @@ def test_replaced_weights_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
     assert_like_alone(graph, batch, graph.replay(ctx, ids), [20])
     assert "weights have moved" in caplog.text
     assert graph.report().graphs[0].recaptures == 1
+
+
+def test_a_forward_that_falls_back_reads_the_weights_of_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = made()
+    batch = Batch(pool_of(graph), [20])
+    ctx, ids = batch.context([20])
+    graph.replay(ctx, ids)
+    runtime = graph._graph(None).runtime
+    monkeypatch.setattr(runtime, "decide", lambda *args, **given: FallbackReason.GUARD)
+    first = graph.model.model.layers[1].mlp[0]  # type: ignore[union-attr,index]
+    first.weight = nn.Parameter(first.weight.detach() * 3, requires_grad=False)  # type: ignore[union-attr]
+    assert_like_alone(graph, batch, graph.replay(ctx, ids), [20])
+    assert graph.report().graphs[0].fallbacks == {str(FallbackReason.GUARD): 1}
 
 
 @pytest.mark.parametrize(

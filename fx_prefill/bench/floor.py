@@ -26,11 +26,11 @@ def graph_arguments(runtime: PrefillRuntime, call: Callable[[], Any]) -> list[An
     seen: list[Any] = []
     original = runtime._run
 
-    def spy(args: list[Any], bucket: int | None = None) -> Any:
+    def spy(args: list[Any], *more: Any) -> Any:
         seen[:] = args
-        return original(args, bucket)
+        return original(args, *more)
 
-    runtime._run = spy  # type: ignore[method-assign]
+    runtime._run = spy  # type: ignore[method-assign,assignment]
     try:
         call()
     finally:

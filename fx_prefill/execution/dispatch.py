@@ -12,7 +12,7 @@ import logging
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -43,6 +43,10 @@ MAX_KNOWN_GUARDS = 4096
 """Answers kept on whether a bucket may serve a call of given sizes."""
 
 _whole_ladder: ContextVar[bool] = ContextVar("fx_prefill_whole_ladder", default=False)
+
+
+def _as_they_are(args: list[Any]) -> list[Any]:
+    return args
 
 
 @contextmanager
@@ -135,18 +139,21 @@ class PrefillRuntime:
 
     # --- one forward ----------------------------------------------------------------------------
 
-    def run_at(self, args: list[Any], bucket: int) -> Any:
+    def run_at(
+        self, args: list[Any], bucket: int, refresh: Callable[[list[Any]], list[Any]]
+    ) -> Any:
         """One forward in a bucket that the caller chose, at least as large as its token count.
 
-        ``args`` are the graph's arguments, as for a call. Runs eagerly, counted, where that bucket
-        cannot serve.
+        ``args`` are the graph's arguments, as for a call; ``refresh`` brings their weights up to
+        date, which waits until the device has work where weights are pinned. Runs eagerly, counted,
+        where that bucket cannot serve.
         """
         with self._lock:
             if self._running:
                 return self._fall_back(FallbackReason.REENTERED, args)
             self._running = True
             try:
-                return self._run(args, bucket)
+                return self._run(args, bucket, refresh)
             finally:
                 self._running = False
 
@@ -172,10 +179,19 @@ class PrefillRuntime:
                 del self._captures.programs[key]
                 self._unusable[key] = FallbackReason.CAPTURE_FAILED
 
-    def _run(self, args: list[Any], bucket: int | None = None) -> Any:
+    def _run(
+        self,
+        args: list[Any],
+        bucket: int | None = None,
+        refresh: Callable[[list[Any]], list[Any]] = _as_they_are,
+    ) -> Any:
         # Held memory cannot be freed, so what is launched on it may be looked at afterwards.
         late = self._weights.held
+        if not late:
+            args = refresh(args)
         decision = self.decide(args, weights_later=late, bucket=bucket)
+        if late and decision not in self._captures.programs:
+            args = refresh(args)  # what follows reads them
         if isinstance(decision, FallbackReason):
             if _whole_ladder.get() and decision in OTHER_BUCKETS_MAY_SERVE:
                 self._make_room(self._batch(args))
@@ -186,11 +202,11 @@ class PrefillRuntime:
         program = self._program(decision, args)
         if isinstance(program, FallbackReason):
             return self._fall_back(program, args)
-        confirm = (lambda: self._weights.in_place(args)) if late else None
+        confirm = (lambda: self._weights.in_place(refresh(args))) if late else None
         result = program.run(args, num_tokens, confirm)
         if result is MOVED:
             self._weights.let_go()
-            return self._run(args, bucket)
+            return self._run(args, bucket, refresh)
         self._count(decision[0], num_tokens)
         return result
 

@@ -8,6 +8,7 @@ whatever they set on it for their own time is put back, also when they raise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,7 +55,8 @@ class ForwardContext:
     ``prefix_lens`` rows of a request are in the cache already, ``extend_lens`` rows are in this
     forward, ``seq_lens`` is their sum. ``page_table`` ``[num_requests, max_pages]`` holds the pages
     of each request, ``write_locations`` ``[num_tokens]`` the cache slot of each row. ``positions``
-    is ``[num_tokens]``, or ``[3, num_tokens]`` for multimodal rotary embeddings.
+    is ``[num_tokens]``, or ``[3, num_tokens]`` for multimodal rotary embeddings. ``logits_rows``
+    are the rows that logits are wanted of; the last of each request where it is None.
 
     ``rank_*`` say the same of every data-parallel rank, identically on all of them. ``aux_hidden``
     names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
@@ -75,6 +77,7 @@ class ForwardContext:
     page_table: torch.Tensor | None = None
     write_locations: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    logits_rows: torch.Tensor | None = None
     rank_num_tokens: Sequence[int] | None = None
     rank_num_requests: Sequence[int] | None = None
     rank_modes: Sequence[ForwardMode] | None = None
@@ -196,7 +199,7 @@ def from_lengths(
 ) -> ForwardContext:
     """A context made from the lengths of requests; the last ``num_decodes`` of them decode.
 
-    Fills counts, mode, lengths on host and device, and the plain positions of the rows.
+    Fills counts, mode, lengths on host and device, plain positions, and the last rows.
     """
     import torch
 
@@ -206,6 +209,8 @@ def from_lengths(
     where = torch.device(device)
     numbers = [seq, list(extend_lens), prefix]
     numbers.append([p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)])
+    ends = itertools.accumulate(extend_lens)
+    numbers.append([end - 1 for end in ends])
     flat = torch.tensor([n for part in numbers for n in part], pin_memory=where.type == "cuda")
     moved = flat.to(where, non_blocking=True).split([len(part) for part in numbers])
     given: dict[str, Any] = {
@@ -213,6 +218,7 @@ def from_lengths(
         "extend_lens": moved[1].to(torch.int32),
         "prefix_lens": moved[2].to(torch.int32),
         "positions": moved[3],
+        "logits_rows": moved[4],
         "mode": _mode(len(extend_lens), num_decodes),
         **fields,
     }

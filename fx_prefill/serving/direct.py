@@ -61,16 +61,24 @@ class DirectGraph:
         return {name: live[id(tensor)] for name, tensor in given.items() if id(tensor) in live}
 
     def arguments(self, num_tokens: int, live: Mapping[int, torch.Tensor]) -> list[Any]:
-        """The graph's arguments for a number of tokens; ``live`` are tensors by index."""
+        """The graph's arguments for a number of tokens; ``live`` are tensors by index.
+
+        Weights are those last seen; :meth:`refresh` reads them off their modules.
+        """
         if num_tokens != self._num_tokens:
             for index, expr in self._counts:
                 self._template[index] = evaluate_scalar(expr, {self._token: num_tokens})
             self._num_tokens = num_tokens
         args = self._template.copy()
-        for index, holder, name in self._weights:
-            args[index] = holder[name]
         for index, tensor in live.items():
             args[index] = tensor
+        return args
+
+    def refresh(self, args: list[Any]) -> list[Any]:
+        """The arguments with the weights that the modules have now, kept for the next call."""
+        template = self._template
+        for index, holder, name in self._weights:
+            args[index] = template[index] = holder[name]
         return args
 
 

@@ -25,14 +25,16 @@ def wanted_rows(
     """
     if asked is not None:
         return asked
-    if ctx.extend_lens is None:
-        if ctx.accept_lengths is not None:
+    if ctx.accept_lengths is not None:
+        if ctx.extend_lens is None:
             raise ContextError("accept_lengths is set and extend_lens is not; required: both")
+        starts = ctx.extend_lens.cumsum(0) - ctx.extend_lens
+        return starts + ctx.accept_lengths - 1
+    if ctx.logits_rows is not None:
+        return ctx.logits_rows
+    if ctx.extend_lens is None:
         return torch.tensor(ctx.last_rows, device=hidden.device)
-    ends = ctx.extend_lens.cumsum(0)
-    if ctx.accept_lengths is None:
-        return ends - 1
-    return ends - ctx.extend_lens + ctx.accept_lengths - 1
+    return ctx.extend_lens.cumsum(0) - 1
 
 
 def checked_logits(model: nn.Module, decoder: Decoder) -> Logits | None:

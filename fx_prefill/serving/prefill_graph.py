@@ -164,7 +164,8 @@ class PrefillGraph:
         """Capture a bucket in every variant. Raises CaptureError where one does not come about."""
         for name in self._variants:
             graph = self._graph(name)
-            if not graph.runtime.capture_bucket(graph.arguments(bucket, {}), bucket):
+            args = graph.refresh(graph.arguments(bucket, {}))
+            if not graph.runtime.capture_bucket(args, bucket):
                 raise CaptureError(f"bucket {bucket} could not be captured")
 
     def _capture_attention(self, bucket: int) -> None:

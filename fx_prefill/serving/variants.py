@@ -89,14 +89,15 @@ class Variant:
         if self.positions_index is not None:
             live[self.positions_index] = given[self.decoder.positions or ""]
         args = self.graph.arguments(rows.shape[0], live)
-        results = runtime.run_at(args, bucket)
+        results = runtime.run_at(args, bucket, self.graph.refresh)
         found = self._packed([results[index] for index in self.outputs])
         return found if num_tokens > 1 else [states[:1] for states in found]
 
     def capture_attention(self, bucket: int) -> None:
         """Capture a bucket with its attention. Raises CaptureError where some would run eagerly."""
         assert self.graph is not None and self.captured is not None
-        done = self.captured.capture_bucket(self.graph.arguments(bucket, {}), bucket)
+        args = self.graph.refresh(self.graph.arguments(bucket, {}))
+        done = self.captured.capture_bucket(args, bucket)
         compiled = self.captured.compiled  # attention that fails its check is not captured
         breaks = {part.index for part in compiled.partitions if not part.is_segment}
         if not done or not breaks <= compiled.causal:

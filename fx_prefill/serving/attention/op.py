@@ -8,6 +8,7 @@ reads, so nothing is copied; rows past the real ones are not touched.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def run_attention(
             f"layer {layer}: the forward's context has no attention backend; set "
             "ForwardContext.attention"
         )
-    what = AttentionLayer(layer, scale, causal, window or None, soft_cap or None, sinks)
+    made = _layer if sinks is None else AttentionLayer
+    what = made(layer, scale, causal, window or None, soft_cap or None, sinks)
     if ctx.captured_bucket:
         backend.forward_captured(q, k, v, what, out)  # type: ignore[attr-defined]
         return
@@ -109,6 +111,12 @@ PYTHON_BODIES["fx_prefill::attention"] = run_attention
 @torch.library.register_fake("fx_prefill::attention", lib=_library)
 def _fake(*args: Any) -> None:
     return None
+
+
+@lru_cache(maxsize=4096)
+def _layer(*what: Any) -> AttentionLayer:
+    """The same layer at every call, unless it holds a tensor, which must not be kept alive."""
+    return AttentionLayer(*what)
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -87,12 +87,12 @@ def trace_directly(
     module: nn.Module,
     given: Mapping[str, Any],
     options: Options,
-) -> tuple[DirectGraph, tuple[int, ...]]:
+) -> tuple[DirectGraph, tuple[int | str, ...]]:
     """Trace ``call(**given)``, which returns a tuple of tensors, into one graph, running nothing.
 
     ``given`` has rows of at least two tokens. Also returns where the tuple's entries are among the
-    results of the graph. Raises ServingError where tracing gives anything but one graph that makes
-    them all.
+    results of the graph, by number, or among what is given, by name. Raises ServingError where
+    tracing gives anything but one graph that makes them all.
     """
     made: list[tuple[Any, list[Any], Sequence[Any]]] = []
 
@@ -120,7 +120,8 @@ def trace_directly(
     graph, args, results = made[0]
     if not isinstance(graph, PrefillRuntime):
         raise ServingError(f"{type(module).__name__} cannot be replayed: {graph.reason}")
-    place = {id(tensor): index for index, tensor in enumerate(results)}
+    place: dict[int, int | str] = {id(tensor): name for name, tensor in given.items()}
+    place.update({id(tensor): index for index, tensor in enumerate(results)})
     if not all(id(tensor) in place for tensor in result):
         raise ServingError(
             f"{type(module).__name__} returns something that its graph does not make; required: "

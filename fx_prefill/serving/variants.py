@@ -27,7 +27,7 @@ class Variant:
 
     ``extra`` are keyword arguments of the decoder, ``layers`` which of the hidden states that a
     transformers model lists are wanted. ``outputs`` are the places of the results among those of
-    the graph. ``captured`` is the same plan with its attention inside the captured graphs.
+    the graph, or the names of inputs. ``captured`` is the same plan with its attention inside the captured graphs.
     """
 
     decoder: Decoder
@@ -36,7 +36,7 @@ class Variant:
     graph: DirectGraph | None = None
     rows_index: int = 0
     positions_index: int | None = None
-    outputs: tuple[int, ...] = ()
+    outputs: tuple[int | str, ...] = ()
     takes_one_row: bool = False
     captured: PrefillRuntime | None = None
 
@@ -90,7 +90,10 @@ class Variant:
             live[self.positions_index] = given[self.decoder.positions or ""]
         args = self.graph.arguments(rows.shape[0], live)
         results = runtime.run_at(args, bucket, self.graph.refresh)
-        found = self._packed([results[index] for index in self.outputs])
+        # An input that comes back (the embeddings) may be in memory that the next forward reuses.
+        found = self._packed(
+            [given[x].clone() if isinstance(x, str) else results[x] for x in self.outputs]
+        )
         return found if num_tokens > 1 else [states[:1] for states in found]
 
     def capture_attention(self, bucket: int) -> None:

@@ -27,7 +27,8 @@ class Variant:
 
     ``extra`` are keyword arguments of the decoder, ``layers`` which of the hidden states that a
     transformers model lists are wanted. ``outputs`` are the places of the results among those of
-    the graph, or the names of inputs. ``captured`` is the same plan with its attention inside the captured graphs.
+    the graph, or the names of inputs. ``captured`` is the same plan with its attention inside the
+    captured graphs.
     """
 
     decoder: Decoder

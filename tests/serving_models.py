@@ -81,6 +81,7 @@ class PackedDecoder(nn.Module):
         self, inputs_embeds: torch.Tensor, positions: torch.Tensor, aux: bool = False
     ) -> Any:
         turn = (1 + 0.1 * torch.sin(positions.float() * 0.3))[:, None, None]
+        turn = turn.to(inputs_embeds.dtype)
         x, kept = inputs_embeds, []
         for layer in self.layers:
             kept.append(x)

@@ -110,8 +110,8 @@ class PrefillRuntime:
         self.counts = Counts()
         self.refused = _refusal(compiled, options)
         self._traced = compiled.plan.traced
-        self._recorder = recorder or recorder_for(compiled.plan.traced.device)
-        self._captures = Captures(compiled, options, self._recorder)
+        self.recorder = recorder or recorder_for(compiled.plan.traced.device)
+        self._captures = Captures(compiled, options, self.recorder)
         self._queue: dict[Key, None] = {}
         self._batches = BatchKeys(options.max_batches)
         self._weights = Weights(self._traced)
@@ -207,7 +207,7 @@ class PrefillRuntime:
         """The program for a call (in the bucket, if one is given), or why none may serve it."""
         if self.refused is not None:
             return self.refused
-        if self._recorder.is_capturing():
+        if self.recorder.is_capturing():
             return FallbackReason.CALLER_CAPTURES
         if any(float(args[i]) != number for i, number in self._traced.folded.items()):
             return FallbackReason.MODULE_FLOAT

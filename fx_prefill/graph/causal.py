@@ -11,7 +11,7 @@ padded rows to zero, in the kernel that writes them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +34,15 @@ def causal_breaks(plan: PartitionPlan) -> dict[int, tuple[fx.Node, ...]]:
     makers = {node: part for part in plan.segments for node in part.outputs}
     found = {}
     for part in plan.breaks:
-        if _reads_only_segments(part, makers):
+        if reads_only(makers, part):
             hidden = _hidden(plan, part, makers)
             if hidden is not None:
                 found[part.index] = hidden
     return found
 
 
-def _reads_only_segments(part: Partition, makers: dict[fx.Node, Partition]) -> bool:
+def reads_only(makers: Container[fx.Node], part: Partition) -> bool:
+    """Whether all that a break reads is among ``makers``, or the same in every call."""
     return all(
         source.kind is SourceKind.SCALAR or source.static or source.node in makers
         for source in part.inputs

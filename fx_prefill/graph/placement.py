@@ -19,7 +19,7 @@ from torch import fx
 from .normalize import value_of
 from .operators import short_name
 from .rowwise import Analysis
-from .rules import LOOKUPS
+from .rules import LOOKUPS, is_collective, starts_collective
 from .symbols import is_scalar, size_exprs
 from .trace import Role
 from .verdict import BreakReason, Kind, Verdict
@@ -70,6 +70,7 @@ def place(analysis: Analysis) -> Placement:
     _keep_in_place_order(placement, analysis)
     _keep_state_regions(placement)
     _keep_random_order(placement)
+    _keep_collectives_whole(placement)
     _break_views_of_arguments(placement, sources)
     _break_gathers(placement)
     _keep_entries_inside(placement)
@@ -229,6 +230,38 @@ def _keep_state_regions(placement: Placement) -> None:
     for node in placement.nodes:
         if not _crossable(node):
             placement.groups.append({node, *(u for u in node.users if u.op != "output")})
+
+
+def _keep_collectives_whole(placement: Placement) -> None:
+    """A collective and the wait for its result share a partition.
+
+    Until it has been waited for the result holds nothing: a boundary would copy that, and a
+    recording cannot end before what runs beside it has come back.
+    """
+    kept = set(placement.nodes)
+    for node in placement.nodes:
+        if not starts_collective(placement.verdicts[node].operators):
+            continue
+        group = _until_waited(placement, node) & kept
+        placement.groups.append(group)
+        cause = next((n for n in placement.nodes if n in group and placement.is_break(n)), None)
+        if cause is not None:
+            detail = placement.verdicts[cause].detail
+            for member in group:
+                placement.make_break(member, BreakReason.COLLECTIVE, detail)
+
+
+def _until_waited(placement: Placement, start: fx.Node) -> set[fx.Node]:
+    """A collective, the waits for it, and what is done to its result before them."""
+    found, front = {start}, [start]
+    while front:
+        for user in front.pop().users:
+            if user not in placement.verdicts or user in found:
+                continue
+            found.add(user)
+            if not any(map(is_collective, placement.verdicts[user].operators)):
+                front.append(user)
+    return found
 
 
 def _sets_state(node: fx.Node) -> bool:

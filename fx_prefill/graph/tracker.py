@@ -17,9 +17,11 @@ from .rules import (
     ROUTING,
     RULES,
     OpCall,
+    collective,
     contents_of,
     expert_function,
     in_range,
+    is_collective,
     no_host_values,
     pointwise,
 )
@@ -199,7 +201,8 @@ class RowTracker(TorchDispatchMode):
         """What the operator does besides computing: randomness, writes, kernels."""
         name = func._schema.name
         self.operators.append(name)
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        # A collective draws nothing, but other ranks run it too: it keeps its place.
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags or is_collective(name)
         short = name.rpartition("::")[2]
         self.has_kernel |= not (func.is_view or short in EMPTY)
         self.mutated.update(leaf.untyped_storage()._cdata for leaf in _written(func, named))
@@ -230,6 +233,8 @@ class RowTracker(TorchDispatchMode):
                 raise opcall.crosses(f"reads {routed.kind.value} as values")
             no_host_values(opcall)
             return list(ROUTING[short](opcall))
+        if is_collective(func._schema.name):
+            return list(collective(opcall))
         if func._schema.name in EXPERT_FUNCTIONS:
             return list(expert_function(opcall))
         if namespace == "aten":

@@ -15,6 +15,7 @@ class BreakReason(str, Enum):
     """Why a node runs eagerly on the real rows."""
 
     ATTENTION = "attention"
+    COLLECTIVE = "collective"
     CROSSES_TOKENS = "crosses tokens"
     OTHER_SIZE = "other dynamic size"
     HOST_SCALAR = "host scalar"

@@ -22,7 +22,12 @@ from ..options import Options
 from .registry import RefusedGraph
 from .source import source_line
 
-_SHOWN_FIRST = (BreakReason.OPAQUE, BreakReason.ATTENTION, BreakReason.CROSSES_TOKENS)
+_SHOWN_FIRST = (
+    BreakReason.OPAQUE,
+    BreakReason.ATTENTION,
+    BreakReason.COLLECTIVE,
+    BreakReason.CROSSES_TOKENS,
+)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class ForwardContext:
     ``rank_*`` say the same of every data-parallel rank, identically on all of them. ``aux_hidden``
     names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
     of a draft. ``extra`` is the engine's own. ``attention`` is what :func:`fx_prefill.attention`
-    runs.
+    runs; ``captured_bucket`` is set while it runs inside captured graphs of that many rows.
     """
 
     mode: ForwardMode
@@ -79,9 +79,11 @@ class ForwardContext:
     rank_num_requests: Sequence[int] | None = None
     rank_modes: Sequence[ForwardMode] | None = None
     rank_aux_hidden: Sequence[str | None] | None = None
+    rank_layer_inputs: Sequence[bool] | None = None
     aux_hidden: str | None = None
     accept_lengths: torch.Tensor | None = None
     attention: AttentionBackend | None = None
+    captured_bucket: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -164,7 +166,9 @@ def forward_context(ctx: ForwardContext) -> Iterator[ForwardContext]:
     ctx.validate()
     token = _current.set(ctx)
     try:
-        if ctx.attention is not None:
+        if ctx.captured_bucket:
+            ctx.attention.prepare_captured(ctx, ctx.captured_bucket)  # type: ignore[union-attr]
+        elif ctx.attention is not None:
             ctx.attention.init_forward_metadata(ctx)
         yield ctx
     finally:

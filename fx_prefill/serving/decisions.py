@@ -17,8 +17,6 @@ class Refusal(str, Enum):
     DECODE = "a pure decode batch, which the engine's own decode graphs serve"
     IDLE = "an idle forward has no rows"
     NO_EXTEND = "no request brings prompt rows"
-    RANK_NOT_EXTENDING = "a rank does not extend in this forward"
-    RANKS_DIFFER = "ranks want different auxiliary hidden states"
     TOO_LONG = "above the largest captured bucket"
     EXACT_ONLY = "padding is off and no captured bucket has this size"
     PADDING_RATIO = "the bucket is above max_padding_ratio"

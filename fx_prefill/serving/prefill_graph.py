@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ContextError, FallbackError, ServingError
-from ..options import Options, parse_options
+from ..errors import CaptureError, ContextError, FallbackError, ServingError
+from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
 from .attention.backend import AttentionBackend, make_attention_backend
-from .context import ForwardContext, forward_context
+from .context import ForwardContext, from_lengths
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
 from .direct import DirectGraph
+from .distributed import capture_together, captures_collectives, rank_view
 from .hugging_face import is_hugging_face, use_live_attention
 from .logits import checked_logits, wanted_rows
-from .variants import Variant, trace_variant
+from .published import Published
+from .setup import never_replays, options_of
+from .variants import Variant, trace_variant, with_captured_attention
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,9 @@ class PrefillGraph:
     the ladder up to ``max_tokens``. ``aux_hidden`` declares sets of auxiliary hidden states by
     name: layers of a transformers model (0 is the embedding), or keyword arguments with which a
     decoder of your own returns ``(hidden, [aux, ...])``. ``task="embed"`` and ``enforce_eager``
-    never replay. Other options are those of the backend. Raises ServingError, OptionError.
+    never replay. ``group`` is a CPU process group of all ranks that must agree on what is
+    captured, ``rank`` this one's place among the data-parallel ones. Other options are those of the
+    backend. Raises ServingError, OptionError.
     """
 
     def __init__(
@@ -81,14 +86,19 @@ class PrefillGraph:
         aux_hidden: Mapping[str, Any] | None = None,
         task: str = "generate",
         enforce_eager: bool = False,
+        group: Any = None,
+        rank: int = 0,
         **options: Any,
     ) -> None:
         self.model = model
-        self.options: Options = _options(max_tokens, buckets, chunked_prefill_size, options)
+        self.options: Options = options_of(max_tokens, buckets, chunked_prefill_size, options)
         self.attention = make_attention_backend(attention, pool)
         self.replays: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        never = _never(model, task, enforce_eager)
+        self._group, self._rank = group, rank
+        self._lock = threading.RLock()
+        self._with_attention: frozenset[int] = frozenset()
+        never = never_replays(model, task, enforce_eager)
         self._rules = Rules(never=never)
         self._embeds: torch.Tensor | None = None
         self._variants: dict[str | None, Variant] = {}
@@ -115,24 +125,50 @@ class PrefillGraph:
             return
         for name, variant in self._variants.items():
             if variant.graph is None:
-                self._variants[name] = trace_variant(self.decoder, variant, self.options)
-        captured = [size for size in reversed(self.options.ladder) if self._capture(size)]
+                self._variants[name] = self._traced(variant)
+        plans = [self._graph(name).runtime.compiled.plan for name in self._variants]
+        strict = self.options.strict or any(captures_collectives(plan) for plan in plans)
+        with torch.no_grad(), self._lock:
+            captured = capture_together(
+                self.options.ladder, self._capture, self._drop, self._group, strict=strict
+            )
+            self._with_attention = frozenset(filter(self._capture_attention, captured))
         self._rules = self._rules_with(sorted(captured))
         log.info("captured %s", captured)
 
-    def _capture(self, bucket: int) -> bool:
-        """Capture a bucket in every variant; in all of them or in none."""
-        graphs = [self._graph(name) for name in self._variants]
-        done = all(
-            graph.runtime.capture_bucket(graph.arguments(bucket, {}), bucket) for graph in graphs
-        )
-        if not done:
-            self._drop(bucket)
-        return done
+    def _traced(self, variant: Variant) -> Variant:
+        made = trace_variant(self.decoder, variant, self.options)
+        if self.attention.supports_capture and self.options.capture_attention is not False:
+            self.attention.allocate_captured(self.options.max_tokens)  # type: ignore[attr-defined]
+            made = with_captured_attention(made, self.options)
+        return made
+
+    def _capture(self, bucket: int) -> None:
+        """Capture a bucket in every variant. Raises CaptureError where one does not come about."""
+        for name in self._variants:
+            graph = self._graph(name)
+            if not graph.runtime.capture_bucket(graph.arguments(bucket, {}), bucket):
+                raise CaptureError(f"bucket {bucket} could not be captured")
+
+    def _capture_attention(self, bucket: int) -> bool:
+        """Capture a bucket once more with its attention; whether all variants have that now.
+
+        One made-up request of half the bucket, no row of which has a slot, is what captured kernels
+        read meanwhile: the padding check finds real rows and padded ones.
+        """
+        variants = list(self._variants.values())
+        if not all(variant.captured for variant in variants):
+            return False
+        sample = from_lengths([max(1, bucket // 2)], device=self._device())
+        with self._published(sample, bucket):
+            return all(variant.capture_attention(bucket) for variant in variants)
 
     def _drop(self, bucket: int) -> None:
         for name in self._variants:
             self._graph(name).runtime.drop_bucket(bucket)
+
+    def _device(self) -> torch.device:
+        return next(self.decoder.embedding.parameters()).device
 
     def _rules_with(self, buckets: Sequence[int]) -> Rules:
         return Rules(
@@ -159,14 +195,20 @@ class PrefillGraph:
     ) -> str | None:
         """Why :meth:`replay` does not serve this forward; None when it does."""
         decision = self._decide(ctx, multimodal)
-        return str(decision) if isinstance(decision, Refusal) else None
+        return None if isinstance(decision, int) else str(decision)
 
-    def _decide(self, ctx: ForwardContext, multimodal: MultimodalInputs | None) -> int | Refusal:
+    def _decide(self, ctx: ForwardContext, multimodal: MultimodalInputs | None) -> int | str:
+        layer_inputs = multimodal is not None and bool(multimodal.layer_inputs)
+        if ctx.rank_num_tokens is None:
+            num_tokens, aux_hidden = ctx.num_tokens, ctx.aux_hidden
+        else:
+            view = rank_view(ctx, self._rank)
+            if view.refusal is not None:
+                return view.refusal
+            num_tokens, aux_hidden = view.num_tokens, view.aux_hidden
+            layer_inputs = _of_any_rank(ctx, layer_inputs, self._rank)
         decision = self._rules.decide(
-            ctx,
-            num_tokens=ctx.num_tokens,
-            aux_hidden=ctx.aux_hidden,
-            layer_inputs=multimodal is not None and bool(multimodal.layer_inputs),
+            ctx, num_tokens=num_tokens, aux_hidden=aux_hidden, layer_inputs=layer_inputs
         )
         one_row = ctx.num_tokens == 1 and isinstance(decision, int)
         if one_row and not self._variants[ctx.aux_hidden].takes_one_row:
@@ -206,7 +248,7 @@ class PrefillGraph:
         """
         decision = self._decide(ctx, multimodal)
         rows = self._rows(ctx, input_ids, inputs_embeds)
-        if isinstance(decision, Refusal):
+        if not isinstance(decision, int):
             self.refusals[str(decision)] += 1
             return self._run_eagerly(ctx, rows, multimodal, logits_rows)
         return self._replay(ctx, rows, decision, multimodal, logits_rows)
@@ -228,7 +270,7 @@ class PrefillGraph:
         accepted one. Raises FallbackError where :meth:`why_not` has a reason, ContextError.
         """
         decision = self._decide(ctx, multimodal)
-        if isinstance(decision, Refusal):
+        if not isinstance(decision, int):
             raise FallbackError(
                 f"this forward ({ctx.num_tokens} tokens, {ctx.mode.value}) does not replay: "
                 f"{decision}. Ask can_run() first, or call run()"
@@ -265,8 +307,9 @@ class PrefillGraph:
         logits_rows: torch.Tensor | None,
     ) -> PrefillOutput:
         variant = self._variants[ctx.aux_hidden]
-        with torch.no_grad(), self._published(ctx):
-            found = variant.replay(rows, self._positions(ctx), bucket)
+        inside = bucket in self._with_attention and self._serves_captured(ctx)
+        with torch.no_grad(), self._lock, self._published(ctx, bucket if inside else 0):
+            found = variant.replay(rows, self._positions(ctx), bucket, inside)
         self._count(ctx, multimodal)
         return self._output(ctx, found, logits_rows, replayed=True)
 
@@ -287,9 +330,15 @@ class PrefillGraph:
             found = self._variants[ctx.aux_hidden].run(rows, self._positions(ctx), more)
         return self._output(ctx, found, logits_rows, replayed=False)
 
-    def _published(self, ctx: ForwardContext) -> AbstractContextManager[Any]:
+    def _serves_captured(self, ctx: ForwardContext) -> bool:
+        """Whether attention of this forward is what the captured graphs have inside them."""
+        own = ctx.attention is None or ctx.attention is self.attention
+        return own and self.attention.serves_captured(ctx)  # type: ignore[attr-defined]
+
+    def _published(self, ctx: ForwardContext, captured_bucket: int = 0) -> Published:
         """The context, with what a break may change put back when the forward is over."""
-        return _published(ctx, self.attention if ctx.attention is None else ctx.attention)
+        attention = self.attention if ctx.attention is None else ctx.attention
+        return Published(ctx, attention, captured_bucket)
 
     def _positions(self, ctx: ForwardContext) -> torch.Tensor | None:
         if self.decoder.positions is None:
@@ -328,67 +377,19 @@ class PrefillGraph:
 
     def report(self) -> Report:
         """What was planned and what ran, of every variant traced so far."""
-        runtimes = [v.graph.runtime for v in self._variants.values() if v.graph is not None]
+        variants = self._variants.values()
+        runtimes = [v.graph.runtime for v in variants if v.graph is not None]
+        runtimes += [v.captured for v in variants if v.captured is not None]
         return Report(tuple(describe_runtime(r, hints_of(r.compiled.plan)) for r in runtimes))
 
 
-class _published:
-    """``forward_context`` with counts and backend pinned; a class, as it is on the hot path."""
-
-    def __init__(self, ctx: ForwardContext, attention: AttentionBackend) -> None:
-        self._ctx, self._attention = ctx, attention
-        self._inner: Any = nullcontext()
-
-    def __enter__(self) -> ForwardContext:
-        ctx = self._ctx
-        self._saved = (
-            ctx.num_tokens,
-            ctx.rank_num_tokens,
-            ctx.rank_num_requests,
-            ctx.attention,
-        )
-        ctx.attention = self._attention
-        self._inner = forward_context(ctx)
-        try:
-            return self._inner.__enter__()
-        except BaseException:
-            self._restore()
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._inner.__exit__(*error)
-        finally:
-            self._restore()
-
-    def _restore(self) -> None:
-        ctx = self._ctx
-        ctx.num_tokens, ctx.rank_num_tokens, ctx.rank_num_requests, ctx.attention = self._saved
-
-
-def _options(
-    max_tokens: int, buckets: Sequence[int] | None, chunk: int | None, options: Mapping[str, Any]
-) -> Options:
-    given = dict(options)
-    if buckets is not None:
-        given["buckets"] = buckets
-    else:
-        given["max_tokens"] = max_tokens if chunk is None else min(max_tokens, chunk)
-    given.setdefault("pin_weights", True)
-    return parse_options(given)
-
-
-def _never(model: nn.Module, task: str, enforce_eager: bool) -> Refusal | None:
-    if task not in ("generate", "embed"):
-        raise ServingError(f"task is {task!r}; accepted: 'generate' or 'embed'")
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or _sees_ahead(model):
-        return Refusal.ENCODER
-    if task == "embed":
-        return Refusal.EMBEDDING
-    return Refusal.EAGER if enforce_eager else None
-
-
-def _sees_ahead(model: nn.Module) -> bool:
-    flags = [getattr(module, "is_causal", None) for module in model.modules()]
-    return False in flags and True not in flags
+def _of_any_rank(ctx: ForwardContext, own: bool, rank: int) -> bool:
+    """Whether a rank brings inputs of single layers, which the others must know of."""
+    if ctx.rank_layer_inputs is None:
+        if own:
+            raise ContextError(
+                f"rank {rank} brings inputs of single layers, so it cannot replay, and the other "
+                "ranks do not know; set rank_layer_inputs to what every rank brings, on all of them"
+            )
+        return False
+    return any(ctx.rank_layer_inputs)

@@ -10,7 +10,8 @@ import torch
 
 from ..errors import ServingError
 from ..execution.breaks import ALLOCATORS
-from ..graph.causal import CHOSEN
+from ..execution.dispatch import PrefillRuntime
+from ..graph.causal import CHOSEN, reads_only
 from ..graph.operators import operator_name, short_name
 from ..options import Options
 from .decoder import Decoder
@@ -26,7 +27,7 @@ class Variant:
 
     ``extra`` are keyword arguments of the decoder, ``layers`` which of the hidden states that a
     transformers model lists are wanted. ``outputs`` are the places of the results among those of
-    the graph.
+    the graph. ``captured`` is the same plan with its attention inside the captured graphs.
     """
 
     decoder: Decoder
@@ -37,6 +38,7 @@ class Variant:
     positions_index: int | None = None
     outputs: tuple[int, ...] = ()
     takes_one_row: bool = False
+    captured: PrefillRuntime | None = None
 
     @staticmethod
     def of(decoder: Decoder, declared: Any) -> Variant:
@@ -68,10 +70,16 @@ class Variant:
         return self._packed(self.call()(**given, **self.extra, **more))
 
     def replay(
-        self, rows: torch.Tensor, positions: torch.Tensor | None, bucket: int
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor | None,
+        bucket: int,
+        with_attention: bool = False,
     ) -> list[torch.Tensor]:
-        """The same from the captured graphs of a bucket."""
+        """The same from the captured graphs of a bucket, ``with_attention`` inside them or not."""
         assert self.graph is not None
+        runtime = self.captured if with_attention else self.graph.runtime
+        assert runtime is not None
         num_tokens = rows.shape[0]
         if num_tokens == 1:  # Note [One row]
             rows = torch.cat([rows, torch.zeros_like(rows)])
@@ -81,9 +89,17 @@ class Variant:
         if self.positions_index is not None:
             live[self.positions_index] = given[self.decoder.positions or ""]
         args = self.graph.arguments(rows.shape[0], live)
-        results = self.graph.runtime.run_at(args, bucket)
+        results = runtime.run_at(args, bucket)
         found = self._packed([results[index] for index in self.outputs])
         return found if num_tokens > 1 else [states[:1] for states in found]
+
+    def capture_attention(self, bucket: int) -> bool:
+        """Capture a bucket with its attention; False where some of it would run eagerly."""
+        assert self.graph is not None and self.captured is not None
+        done = self.captured.capture_bucket(self.graph.arguments(bucket, {}), bucket)
+        compiled = self.captured.compiled  # attention that fails its check is not captured
+        breaks = {part.index for part in compiled.partitions if not part.is_segment}
+        return done and breaks <= compiled.causal
 
     def _packed(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [x[0] for x in states] if self.decoder.batched else list(states)
@@ -115,6 +131,24 @@ def trace_variant(decoder: Decoder, variant: Variant, options: Options) -> Varia
         outputs=outputs,
         takes_one_row=_breaks_at_attention_only(graph),
     )
+
+
+def with_captured_attention(variant: Variant, options: Options) -> Variant:
+    """The variant with a second runtime of the same artifacts and memory pool.
+
+    Unchanged where a break does more than attention of what segments made.
+    """
+    assert variant.graph is not None
+    runtime = variant.graph.runtime
+    plan = runtime.compiled.plan
+    made = {node for part in plan.segments for node in part.outputs}
+    if not variant.takes_one_row or not all(reads_only(made, part) for part in plan.breaks):
+        return variant
+    compiled = replace(
+        runtime.compiled, causal=frozenset(part.index for part in plan.breaks), bodies={}
+    )
+    asked = replace(options, capture_attention=True)
+    return replace(variant, captured=PrefillRuntime(compiled, asked, recorder=runtime.recorder))
 
 
 def _states(output: Any, layers: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

@@ -35,8 +35,7 @@ class AttentionLayer:
 class AttentionBackend(Protocol):
     """Attention of a packed batch, with a KV cache of its own choice.
 
-    ``supports_capture`` says that ``forward`` reads nothing but device memory at addresses that do
-    not change between forwards, so that it may run inside a CUDA graph.
+    ``supports_capture`` says that it is a :class:`CapturableBackend` too.
     """
 
     supports_capture: bool
@@ -59,6 +58,36 @@ class AttentionBackend(Protocol):
         ``v`` ``[num_tokens, num_kv_heads, v_head_dim]``, ``out`` ``[num_tokens, num_heads,
         v_head_dim]``: the real rows only, requests one after the other as in ``ctx``.
         """
+
+
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose attention of some forwards may be inside the captured graphs.
+
+    Captured kernels read nothing but device memory at addresses that do not change. What differs
+    between forwards is written there before each replay.
+    """
+
+    def allocate_captured(self, max_tokens: int) -> None:
+        """Make the memory that captured kernels read, for buckets up to ``max_tokens``; once."""
+
+    def serves_captured(self, ctx: ForwardContext) -> bool:
+        """Whether a forward is of the kind that was captured."""
+
+    def prepare_captured(self, ctx: ForwardContext, bucket: int) -> None:
+        """Write what this forward is into that memory; rows from ``num_tokens`` on are padding.
+
+        Padding must reach no other row, and be written to the reserved slot if anywhere.
+        """
+
+    def forward_captured(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+    ) -> None:
+        """As ``forward``, for all rows of a bucket, padding included; every row is written."""
 
 
 Factory = Callable[..., AttentionBackend]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
+from ...tracing import tracing_config
 from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
 from . import metadata
@@ -51,13 +52,14 @@ class _Batch:
         row_request, row_position = self.row_request, self.row_position
         key_request, key_position = self.key_request, self.key_position
         ends = [WITHOUT_END if end < 0 else end for end in window]
-        (limits,) = metadata.to_device([ends], row_request.device)
+        # Apart: where flex traces, an index that is a number becomes a tensor, and the host waits.
+        left, right = metadata.to_device([ends], row_request.device)[0].unbind()
 
         def visible(
             b: torch.Tensor, h: torch.Tensor, row: torch.Tensor, key: torch.Tensor
         ) -> torch.Tensor:
             distance = row_position[row] - key_position[key]
-            near = (distance <= limits[0]) & (distance >= -limits[1])
+            near = (distance <= left) & (distance >= -right)
             return near & (row_request[row] == key_request[key])
 
         return visible
@@ -116,7 +118,13 @@ class FlexAttention:
 @cache
 def _compiled() -> Any:
     # As one graph: where Dynamo gives up on kinds of layers it says so, and runs nothing unfused.
-    return torch.compile(flex.flex_attention, dynamic=True, fullgraph=True)
+    compiled = torch.compile(flex.flex_attention, dynamic=True, fullgraph=True)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with tracing_config():  # a soft cap that is a tensor cannot be lowered (torch 2.11)
+            return compiled(*args, **kwargs)
+
+    return attend
 
 
 @cache

@@ -86,6 +86,9 @@ def run_attention(
             "ForwardContext.attention"
         )
     what = AttentionLayer(layer, scale, causal, window or None, soft_cap or None, sinks)
+    if ctx.captured_bucket:
+        backend.forward_captured(q, k, v, what, out)  # type: ignore[attr-defined]
+        return
     num_tokens = ctx.num_tokens
     if q.shape[0] != num_tokens:
         if q.shape[0] < num_tokens:

@@ -25,6 +25,7 @@ from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
+from .captured import MAX_CAPTURED_REQUESTS, CapturedBatch
 from .packed import pack, write_and_gather
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,12 +39,15 @@ class VarlenAttention:
     Raises ServingError for a pool elsewhere, of another dtype, or with values of another width.
     """
 
-    supports_capture = False
+    supports_capture = True
 
-    def __init__(self, pool: PagedKVPool) -> None:
+    def __init__(
+        self, pool: PagedKVPool, max_captured_requests: int = MAX_CAPTURED_REQUESTS
+    ) -> None:
         _check_pool(pool)
         self.pool = pool
         self._attend = _kernel()
+        self._captured = CapturedBatch(pool, max_captured_requests)
         self._batches = metadata.PerForward(
             lambda ctx: pack(ctx, self.pool) if ctx.num_tokens else None
         )
@@ -68,14 +72,19 @@ class VarlenAttention:
         batch = self._batches.of(ctx)
         if batch is None:
             return
-        if layer.soft_cap is not None or layer.sinks is not None:
-            metadata.refuse("varlen", layer, soft_cap="'sdpa' or 'flex'", sinks="'sdpa' or 'flex'")
-        if q.dtype is not self.pool.dtype:
-            raise ServingError(
-                f"layer {layer.index}: the attention backend 'varlen' got {q.dtype} rows and a "
-                f"pool of {self.pool.dtype}; required: one dtype, or the backend 'sdpa'"
-            )
+        self._check(layer, q)
         k, v = write_and_gather(self.pool, batch, layer.index, k, v)
+        self._run(q, k, v, layer, out, batch)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        batch: Any,
+    ) -> None:
         left, right = metadata.window_size(layer)
         self._attend(
             out,
@@ -93,6 +102,43 @@ class VarlenAttention:
             window_size_left=left,
             window_size_right=right,
         )
+
+    def _check(self, layer: AttentionLayer, q: torch.Tensor) -> None:
+        if layer.soft_cap is not None or layer.sinks is not None:
+            metadata.refuse("varlen", layer, soft_cap="'sdpa' or 'flex'", sinks="'sdpa' or 'flex'")
+        if q.dtype is not self.pool.dtype:
+            raise ServingError(
+                f"layer {layer.index}: the attention backend 'varlen' got {q.dtype} rows and a "
+                f"pool of {self.pool.dtype}; required: one dtype, or the backend 'sdpa'"
+            )
+
+    # --- inside captured graphs: prompts without prefix, a few at a time ------------------------
+
+    def allocate_captured(self, max_tokens: int) -> None:
+        """See :class:`CapturableBackend`."""
+        self._captured.allocate(max_tokens)
+
+    def serves_captured(self, ctx: ForwardContext) -> bool:
+        """Prompts, or first chunks of them: what they read is in this forward."""
+        return self._captured.serves(ctx)
+
+    def prepare_captured(self, ctx: ForwardContext, bucket: int) -> None:
+        """See :class:`CapturableBackend`."""
+        self._captured.prepare(ctx, bucket)
+
+    def forward_captured(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+    ) -> None:
+        """See :class:`CapturableBackend`."""
+        self._check(layer, q)
+        batch = self._captured.batch(q.shape[0])
+        self.pool.write(layer.index, batch.write_locations, k, v)
+        self._run(q, k, v, layer, out, batch)
 
 
 def _kernel() -> Callable[..., Any]:

@@ -1,0 +1,88 @@
+"""Where captured attention reads what a forward is: offsets of requests, cache slots of rows.
+
+Note [Padding is a request]
+
+The rows of a bucket past the real ones are one more request, the last. So every row is written, no
+real row sees them, and offsets need no other length. Their keys and values go to the reserved slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import ServingError
+from ..context import ForwardContext
+from ..kv_cache import PagedKVPool
+
+MAX_CAPTURED_REQUESTS = 8
+"""Requests of a captured forward; a kernel looks at each, whether there is one or not."""
+
+
+@dataclass(frozen=True)
+class FixedBatch:
+    """The batch of a bucket, in memory that is written before each replay."""
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    max_q: int
+    max_k: int
+    write_locations: torch.Tensor
+
+
+class CapturedBatch:
+    """Offsets ``[max_requests + 2]`` (int32) and slots ``[max_tokens]`` (int64) at fixed addresses.
+
+    Serves prompts without a cached prefix: their keys and values are rows of the forward.
+    """
+
+    def __init__(self, pool: PagedKVPool, max_requests: int = MAX_CAPTURED_REQUESTS) -> None:
+        self.max_requests = max_requests
+        self._pool = pool
+        self._offsets = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
+        self._locations: torch.Tensor | None = None
+        self._num_written = 0
+
+    def allocate(self, max_tokens: int) -> None:
+        """Make the slots, once. Raises ServingError for more than were made."""
+        if self._locations is None:
+            size, device = (max_tokens,), self._pool.device
+            self._locations = torch.full(
+                size, self._pool.dummy_slot, dtype=torch.int64, device=device
+            )
+        if max_tokens > self._locations.shape[0]:
+            raise ServingError(
+                f"this attention backend was captured for up to {self._locations.shape[0]} tokens "
+                f"and is asked for {max_tokens}; make a backend of its own for each PrefillGraph"
+            )
+
+    def serves(self, ctx: ForwardContext) -> bool:
+        """Whether a forward is a few prompts, and reads nothing from the cache."""
+        return 0 < ctx.num_requests <= self.max_requests and not any(ctx.prefix_lens_host)
+
+    def prepare(self, ctx: ForwardContext, bucket: int) -> None:
+        """Write a forward's offsets and slots; nothing waits for the device."""
+        assert self._locations is not None, "allocate() comes first"
+        offsets, num_tokens = [0], ctx.num_tokens
+        for length in ctx.extend_lens_host:
+            offsets.append(offsets[-1] + length)
+        offsets += [num_tokens] * (self.max_requests + 1 - len(offsets))
+        offsets.append(bucket)  # Note [Padding is a request]
+        pinned = self._offsets.device.type == "cuda"
+        host = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
+        self._offsets.copy_(host, non_blocking=True)
+        written = 0 if ctx.write_locations is None else num_tokens
+        if ctx.write_locations is not None:
+            self._locations[:written].copy_(ctx.write_locations[:written])
+        if written < self._num_written:
+            self._locations[written : self._num_written].fill_(self._pool.dummy_slot)
+        self._num_written = written
+
+    def batch(self, num_rows: int) -> FixedBatch:
+        """What kernels of a bucket of ``num_rows`` read."""
+        assert self._locations is not None, "allocate() comes first"
+        longest = max(num_rows, 2)
+        return FixedBatch(
+            self._offsets, self._offsets, longest, longest, self._locations[:num_rows]
+        )

@@ -1,0 +1,45 @@
+"""What an engine says of its model, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import ServingError
+from ..options import Options, parse_options
+from .decisions import Refusal
+
+
+def options_of(
+    max_tokens: int, buckets: Sequence[int] | None, chunk: int | None, options: Mapping[str, Any]
+) -> Options:
+    """Options of the backend: an explicit ladder as it is, any other up to the budget of a chunk.
+
+    Raises OptionError.
+    """
+    given = dict(options)
+    if buckets is not None:
+        given["buckets"] = buckets
+    else:
+        given["max_tokens"] = max_tokens if chunk is None else min(max_tokens, chunk)
+    given.setdefault("pin_weights", True)
+    return parse_options(given)
+
+
+def never_replays(model: nn.Module, task: str, enforce_eager: bool) -> Refusal | None:
+    """Why no forward of this model replays; None where some may. Raises ServingError."""
+    if task not in ("generate", "embed"):
+        raise ServingError(f"task is {task!r}; accepted: 'generate' or 'embed'")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or _sees_ahead(model):
+        return Refusal.ENCODER
+    if task == "embed":
+        return Refusal.EMBEDDING
+    return Refusal.EAGER if enforce_eager else None
+
+
+def _sees_ahead(model: nn.Module) -> bool:
+    flags = [getattr(module, "is_causal", None) for module in model.modules()]
+    return False in flags and True not in flags

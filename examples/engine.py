@@ -293,8 +293,8 @@ class Engine:
 
 # --- demonstration ------------------------------------------------------------------------------
 
-NUM_PAGES, PAGE_SIZE, TOKEN_BUDGET, NEW_TOKENS, NUM_SHARED = 48, 16, 128, 6, 100
-LENGTHS = (5, 200, 40, 100, 17, 280, 64, 130)
+NUM_PAGES, PAGE_SIZE, TOKEN_BUDGET, NEW_TOKENS, NUM_SHARED = 40, 16, 128, 6, 90
+LENGTHS = (5, 150, 40, 100, 17, 240, 64, 130)
 QUESTIONS = ("Why is the sky blue?", "Name a river.", "What is 12 times 12?", "Who are you?")
 
 

@@ -25,10 +25,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 SETTINGS := $(VENV)/settings
 
-.PHONY: demo test lint format types check clean FORCE
+.PHONY: demo demo-engine test lint format types check clean FORCE
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/smollm2_demo.py $(DEMO_ARGS)
+
+demo-engine: $(INSTALLED)
+	$(BIN)/python examples/engine.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

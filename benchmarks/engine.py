@@ -21,7 +21,7 @@ from fx_prefill import PagedKVPool, PrefillGraph
 from fx_prefill.bench.floor import floor
 from fx_prefill.bench.models import load
 from fx_prefill.bench.timing import measure
-from fx_prefill.serving.context import ForwardContext, forward_context, from_lengths
+from fx_prefill.serving.context import ForwardContext, forward_context
 
 BATCHES = {
     "1 x 512": ([512], [0], 0),
@@ -86,7 +86,7 @@ def context(
         for held, (e, p) in zip(pages, both, strict=True)
         for slot in pool.slots(held, p, p + e)
     ]
-    ctx = from_lengths(
+    ctx = ForwardContext.from_lengths(
         extends,
         prefixes,
         num_decodes=num_decodes,

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 
 from fx_prefill import AttentionBackend, ForwardContext, PagedKVPool, PrefillGraph, PrefillOutput
-from fx_prefill.serving.context import from_lengths
 
 Status = Literal["new", "waiting", "running", "finished", "aborted"]
 
@@ -264,7 +263,7 @@ class Engine:
         # In one copy from pinned memory: others make the host wait for the device.
         packed = torch.tensor([ids, slots], pin_memory=device.type == "cuda")
         row_ids, write_locations = packed.to(device, non_blocking=True)
-        ctx = from_lengths(
+        ctx = ForwardContext.from_lengths(
             [rows for _, rows in batch],
             [request.num_computed for request, _ in batch],
             num_decodes=sum(request.decodes for request, _ in batch),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fx_prefill.serving.attention.backend import make_attention_backend
-from fx_prefill.serving.context import ForwardContext, from_lengths
+from fx_prefill.serving.context import ForwardContext
 from fx_prefill.serving.kv_cache import PagedKVPool
 
 NUM_LAYERS = 2
@@ -77,7 +77,7 @@ def make_batch(
             pool.write(layer, slots[:prefix], old_k, old_v)
             keys[i].append(torch.cat([old_k, k[rows]]))
             values[i].append(torch.cat([old_v, v[rows]]))
-    ctx = from_lengths(
+    ctx = ForwardContext.from_lengths(
         new,
         [pair[0] for pair in lengths],
         num_decodes=num_decodes,

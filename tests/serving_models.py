@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fx_prefill
-from fx_prefill.serving.context import from_lengths
+from fx_prefill import ForwardContext
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 61, 24, 4, 2, 8, 4
 
@@ -141,7 +141,7 @@ class Batch:
             for slot in self.pool.slots(pages, start, start + n)
         ]
         ids = [ids[start : start + n] for ids, (start, n) in zip(self.ids, pairs, strict=False)]
-        ctx = from_lengths(
+        ctx = ForwardContext.from_lengths(
             extends,
             starts,
             num_decodes=num_decodes,

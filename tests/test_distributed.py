@@ -27,9 +27,10 @@ from harness import rows as random_rows
 from torch import distributed as dist
 
 import fx_prefill
+from fx_prefill import ForwardContext
 from fx_prefill.errors import CaptureError, CaptureOutOfMemory, ContextError, ServingError
 from fx_prefill.graph.rules import collectives
-from fx_prefill.serving.context import ForwardMode, from_lengths
+from fx_prefill.serving.context import ForwardMode
 from fx_prefill.serving.distributed import (
     Outcome,
     RankView,
@@ -422,7 +423,7 @@ EXTEND, MIXED, DECODE, IDLE = ForwardMode
 
 
 def on_rank(lengths: list[int], **fields: Any) -> Any:
-    return from_lengths(lengths, **fields)
+    return ForwardContext.from_lengths(lengths, **fields)
 
 
 def of_two(**fields: Any) -> Any:
@@ -556,7 +557,8 @@ def _one_rank_is_out_of_memory(rank: int) -> Any:
         with torch.no_grad():
             graph.warmup()
     except CaptureOutOfMemory as error:
-        return str(error).split(" while ")[0], graph.why_not(from_lengths([20]))
+        ctx = ForwardContext.from_lengths([20])
+        return str(error).split(" while ")[0], graph.why_not(ctx)
     return None
 
 

@@ -22,10 +22,10 @@ from serving_models import (
 from torch import nn
 
 import fx_prefill
-from fx_prefill import ForwardMode, MultimodalInputs, PrefillGraph
+from fx_prefill import ForwardContext, ForwardMode, MultimodalInputs, PrefillGraph
 from fx_prefill.errors import ContextError, FallbackError, OptionError, ServingError
 from fx_prefill.execution.dispatch import FallbackReason
-from fx_prefill.serving.context import current_context, from_lengths
+from fx_prefill.serving.context import current_context
 from fx_prefill.serving.decisions import Refusal
 
 MAX_TOKENS = 64
@@ -169,7 +169,7 @@ def test_declared_auxiliary_states_are_a_variant_of_their_own(shared: PrefillGra
 
 
 def plain(lengths: list[int], num_decodes: int = 0, **fields: Any) -> Any:
-    return from_lengths(lengths, num_decodes=num_decodes, **fields)
+    return ForwardContext.from_lengths(lengths, num_decodes=num_decodes, **fields)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from serving_models import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, PackedLM, PlainBac
 from fx_prefill import ForwardContext, PagedKVPool, PrefillGraph, PrefillOutput
 from fx_prefill.errors import ContextError
 from fx_prefill.serving.attention.backend import make_attention_backend
-from fx_prefill.serving.context import current_context, from_lengths
+from fx_prefill.serving.context import current_context
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -165,7 +165,7 @@ def logits_alone(model: PackedLM, tokens: Sequence[int]) -> torch.Tensor:
     """Logits after each token of one request, in one eager forward: ``[num_tokens, vocab]``."""
     pool = pool_for(num_pages=2, page_size=len(tokens))
     eager = PrefillGraph(model, attention=PlainBackend(pool), enforce_eager=True)
-    ctx = from_lengths(
+    ctx = ForwardContext.from_lengths(
         [len(tokens)],
         page_table=pool.page_table([[1]]),
         write_locations=torch.arange(len(tokens), 2 * len(tokens)),

@@ -12,7 +12,6 @@ import torch
 import fx_prefill
 from fx_prefill import ForwardContext, ForwardMode, current_context, forward_context
 from fx_prefill.errors import ContextError
-from fx_prefill.serving.context import from_lengths
 
 
 class Recorder:
@@ -47,14 +46,14 @@ def test_attention_without_a_context_says_so() -> None:
 
 def test_attention_without_a_backend_says_so() -> None:
     with (
-        forward_context(from_lengths([2])),
+        forward_context(ForwardContext.from_lengths([2])),
         pytest.raises(ContextError, match="layer 0: the forward's context has no attention"),
     ):
         attend(2)
 
 
 def test_fewer_rows_than_tokens_are_refused() -> None:
-    ctx = from_lengths([3], attention=Recorder())
+    ctx = ForwardContext.from_lengths([3], attention=Recorder())
     with (
         forward_context(ctx),
         pytest.raises(ContextError, match="got 2 rows and the context's num_tokens is 3"),
@@ -69,7 +68,7 @@ def test_a_context_is_a_forward_context() -> None:
 
 def test_the_backend_is_told_before_the_first_layer() -> None:
     backend = Recorder()
-    ctx = from_lengths([2], attention=backend)
+    ctx = ForwardContext.from_lengths([2], attention=backend)
     with forward_context(ctx) as published:
         assert published is ctx
         assert backend.told == [ctx]
@@ -78,7 +77,7 @@ def test_the_backend_is_told_before_the_first_layer() -> None:
 
 
 def test_the_outer_context_is_back_after_the_inner_and_after_an_error() -> None:
-    outer, inner = from_lengths([2]), from_lengths([3])
+    outer, inner = ForwardContext.from_lengths([2]), ForwardContext.from_lengths([3])
     with forward_context(outer):
         with forward_context(inner):
             assert current_context() is inner
@@ -96,7 +95,7 @@ def test_a_backend_that_refuses_the_context_leaves_none_behind() -> None:
             raise ContextError("no pages")
 
     with pytest.raises(ContextError, match="no pages"):
-        forward_context(from_lengths([2], attention=Refuses())).__enter__()
+        forward_context(ForwardContext.from_lengths([2], attention=Refuses())).__enter__()
     with pytest.raises(ContextError, match="there is none"):
         current_context()
 
@@ -116,8 +115,10 @@ def test_threads_see_their_own_context() -> None:
             current_context()
         seen.append(True)
 
-    with forward_context(from_lengths([1])):
-        threads = [threading.Thread(target=run, args=(from_lengths([n]),)) for n in (2, 3)]
+    with forward_context(ForwardContext.from_lengths([1])):
+        threads = [
+            threading.Thread(target=run, args=(ForwardContext.from_lengths([n]),)) for n in (2, 3)
+        ]
         threads.append(threading.Thread(target=without))
         for thread in threads:
             thread.start()
@@ -135,13 +136,15 @@ def test_tasks_see_their_own_context() -> None:
         return same
 
     async def both() -> list[bool]:
-        return await asyncio.gather(run(from_lengths([2])), run(from_lengths([3])))
+        return await asyncio.gather(
+            run(ForwardContext.from_lengths([2])), run(ForwardContext.from_lengths([3]))
+        )
 
     assert asyncio.run(both()) == [True, True]
 
 
 def test_pinned_fields_are_put_back() -> None:
-    ctx = from_lengths([2])
+    ctx = ForwardContext.from_lengths([2])
     with pytest.raises(ZeroDivisionError), ctx.pinned(num_tokens=1, aux_hidden="last"):
         assert (ctx.num_tokens, ctx.aux_hidden) == (1, "last")
         raise ZeroDivisionError
@@ -149,7 +152,7 @@ def test_pinned_fields_are_put_back() -> None:
 
 
 def test_pinning_a_field_that_is_not_there_changes_nothing() -> None:
-    ctx = from_lengths([2])
+    ctx = ForwardContext.from_lengths([2])
     with pytest.raises(AttributeError, match="tokens"), ctx.pinned(num_tokens=1, tokens=2):
         pass
     assert ctx.num_tokens == 2
@@ -187,12 +190,12 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
 
 
 def test_counts_and_modes_follow_from_lengths() -> None:
-    ctx = from_lengths([3, 1, 1], [2, 0, 8], num_decodes=2)
+    ctx = ForwardContext.from_lengths([3, 1, 1], [2, 0, 8], num_decodes=2)
     assert (ctx.num_tokens, ctx.num_extends, ctx.num_decodes) == (5, 1, 2)
     assert ctx.mode is ForwardMode.MIXED and ctx.mode.extends
     assert ctx.last_rows == [2, 3, 4]
     assert ctx.positions is not None and ctx.positions.tolist() == [2, 3, 4, 0, 8]
     assert ctx.seq_lens is not None and ctx.seq_lens.tolist() == [5, 1, 9]
-    assert from_lengths([3]).mode is ForwardMode.EXTEND
-    assert from_lengths([1], [4], num_decodes=1).mode is ForwardMode.DECODE
-    assert from_lengths([]).mode is ForwardMode.IDLE
+    assert ForwardContext.from_lengths([3]).mode is ForwardMode.EXTEND
+    assert ForwardContext.from_lengths([1], [4], num_decodes=1).mode is ForwardMode.DECODE
+    assert ForwardContext.from_lengths([]).mode is ForwardMode.IDLE

@@ -14,9 +14,8 @@ import transformers
 from families import BY_NAME, VOCAB
 from more_families import CASE
 
-from fx_prefill import PagedKVPool, PrefillGraph
+from fx_prefill import ForwardContext, PagedKVPool, PrefillGraph
 from fx_prefill.errors import ServingError
-from fx_prefill.serving.context import from_lengths
 
 LENGTHS = [20, 7, 30]
 FIRST = [13, 7, 21]
@@ -44,7 +43,7 @@ def forward(
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     pairs = list(zip(pages, starts, ends, strict=True))
     slots = [slot for held, start, end in pairs for slot in pool.slots(held, start, end)]
-    ctx = from_lengths(
+    ctx = ForwardContext.from_lengths(
         lengths,
         starts,
         page_table=pool.page_table(pages),
@@ -115,7 +114,7 @@ def test_layers_of_a_transformers_model_as_auxiliary_states() -> None:
     graph.warmup()
     ids = torch.randint(3, VOCAB, (20,))
     pages = pool.allocate(5)
-    ctx = from_lengths(
+    ctx = ForwardContext.from_lengths(
         [20],
         page_table=pool.page_table([pages]),
         write_locations=torch.tensor(pool.slots(pages, 0, 20)),
@@ -173,3 +172,53 @@ def test_a_model_with_a_tail_of_its_own_is_refused() -> None:
         model, attention="sdpa", pool=pool, logits=lambda hidden: model.lm_head(hidden).sin()
     )
     assert graph.decoder.module is model.model
+
+
+def test_close_gives_the_model_back_as_it_was() -> None:
+    model = BY_NAME["llama"].whole("sdpa")
+    ids = torch.randint(3, VOCAB, (1, 20))
+    expected = model(ids, use_cache=False).logits
+    graph = PrefillGraph(model, attention="sdpa", pool=pool_of(model, None), max_tokens=16)
+    graph.warmup()
+    graph.close()
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert not graph.can_run(ForwardContext.from_lengths([10])) and not graph.report().graphs
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Gemma3"])
+def test_multimodal_models_are_unwrapped_to_their_text_model(name: str) -> None:
+    text: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "pad_token_id": 0,
+    }
+    if name != "Gemma3":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+        text["rope_parameters"] = rope
+    vision = {"depth": 1, "num_hidden_layers": 1, "hidden_size": 24, "num_heads": 2}
+    vision |= {"num_attention_heads": 2, "intermediate_size": 24, "out_hidden_size": 24}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    pool = PagedKVPool(1, 20, 4, 1, 12, dtype=torch.float32)
+    graph = PrefillGraph(model, attention="sdpa", pool=pool, max_tokens=32)
+    graph.warmup()
+    assert graph.decoder.module is model.model.language_model
+    assert graph.decoder.position_rows == (1 if name == "Gemma3" else 3)
+    pages = pool.allocate(5)
+    ctx = ForwardContext.from_lengths(
+        [20],
+        page_table=pool.page_table([pages]),
+        write_locations=torch.tensor(pool.slots(pages, 0, 20)),
+    )
+    assert ctx.positions is not None
+    if graph.decoder.position_rows == 3:
+        ctx.positions = torch.stack([ctx.positions, ctx.positions // 2, ctx.positions % 3])
+    rows = torch.randn(20, 24)  # merged by the engine from text and images
+    replayed = graph.replay(ctx, inputs_embeds=rows)
+    eager = graph._run_eagerly(ctx, rows, None, None)
+    torch.testing.assert_close(replayed.logits, eager.logits, rtol=1e-4, atol=5e-5)

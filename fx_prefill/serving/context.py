@@ -89,6 +89,63 @@ class ForwardContext:
     captured_bucket: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_lengths(
+        cls,
+        extend_lens: Sequence[int],
+        prefix_lens: Sequence[int] | None = None,
+        *,
+        num_decodes: int = 0,
+        device: torch.device | str = "cpu",
+        **fields: Any,
+    ) -> ForwardContext:
+        """A context made from the lengths of requests; the last ``num_decodes`` of them decode.
+
+        Fills counts, mode, lengths on host and device, plain positions, and the last rows. Other
+        ``fields`` are taken as they are. Raises ContextError.
+        """
+        import torch
+
+        prefix = [0] * len(extend_lens) if prefix_lens is None else list(prefix_lens)
+        if len(prefix) != len(extend_lens):
+            raise ContextError(
+                f"there are {len(extend_lens)} extend_lens and {len(prefix)} prefix_lens; "
+                "required: one of each for every request"
+            )
+        seq = [p + e for p, e in zip(prefix, extend_lens, strict=True)]
+        # In one copy from pinned memory: others make the host wait for the device.
+        where = torch.device(device)
+        numbers = [seq, list(extend_lens), prefix]
+        numbers.append([p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)])
+        ends = itertools.accumulate(extend_lens)
+        numbers.append([end - 1 for end in ends])
+        flat = torch.tensor(
+            [n for part in numbers for n in part],
+            dtype=torch.int64,
+            pin_memory=where.type == "cuda",
+        )
+        moved = flat.to(where, non_blocking=True).split([len(part) for part in numbers])
+        given: dict[str, Any] = {
+            "seq_lens": moved[0].to(torch.int32),
+            "extend_lens": moved[1].to(torch.int32),
+            "prefix_lens": moved[2].to(torch.int32),
+            "positions": moved[3],
+            "logits_rows": moved[4],
+            "mode": _mode(len(extend_lens), num_decodes),
+            **fields,
+        }
+        ctx = cls(
+            num_tokens=sum(extend_lens),
+            num_requests=len(extend_lens),
+            num_extends=len(extend_lens) - num_decodes,
+            seq_lens_host=seq,
+            extend_lens_host=list(extend_lens),
+            prefix_lens_host=prefix,
+            **given,
+        )
+        ctx.validate()
+        return ctx
+
     @property
     def num_decodes(self) -> int:
         """Requests that bring one row each, after the extending ones."""
@@ -186,52 +243,6 @@ def current_context() -> ForwardContext:
             "a break asked for the forward's context and there is none; run the model inside "
             "`with fx_prefill.forward_context(ctx):`"
         )
-    return ctx
-
-
-def from_lengths(
-    extend_lens: Sequence[int],
-    prefix_lens: Sequence[int] | None = None,
-    *,
-    num_decodes: int = 0,
-    device: torch.device | str = "cpu",
-    **fields: Any,
-) -> ForwardContext:
-    """A context made from the lengths of requests; the last ``num_decodes`` of them decode.
-
-    Fills counts, mode, lengths on host and device, plain positions, and the last rows.
-    """
-    import torch
-
-    prefix = [0] * len(extend_lens) if prefix_lens is None else list(prefix_lens)
-    seq = [p + e for p, e in zip(prefix, extend_lens, strict=True)]
-    # In one copy from pinned memory: others make the host wait for the device.
-    where = torch.device(device)
-    numbers = [seq, list(extend_lens), prefix]
-    numbers.append([p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)])
-    ends = itertools.accumulate(extend_lens)
-    numbers.append([end - 1 for end in ends])
-    flat = torch.tensor([n for part in numbers for n in part], pin_memory=where.type == "cuda")
-    moved = flat.to(where, non_blocking=True).split([len(part) for part in numbers])
-    given: dict[str, Any] = {
-        "seq_lens": moved[0].to(torch.int32),
-        "extend_lens": moved[1].to(torch.int32),
-        "prefix_lens": moved[2].to(torch.int32),
-        "positions": moved[3],
-        "logits_rows": moved[4],
-        "mode": _mode(len(extend_lens), num_decodes),
-        **fields,
-    }
-    ctx = ForwardContext(
-        num_tokens=sum(extend_lens),
-        num_requests=len(extend_lens),
-        num_extends=len(extend_lens) - num_decodes,
-        seq_lens_host=seq,
-        extend_lens_host=list(extend_lens),
-        prefix_lens_host=prefix,
-        **given,
-    )
-    ctx.validate()
     return ctx
 
 

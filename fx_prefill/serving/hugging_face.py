@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,24 +19,25 @@ def is_hugging_face(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def use_live_attention(model: Any) -> None:
+def use_live_attention(model: Any) -> Callable[[], None]:
     """Let every layer of a transformers model call :func:`fx_prefill.attention`.
 
-    No mask is built: what a row sees follows from the context. Raises ServingError where the model
-    does not let its attention be chosen.
+    No mask is built: what a row sees follows from the context. Returns what puts the model's own
+    attention back. Raises ServingError where the model does not let its attention be chosen.
     """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, live_attention)
     before = model.config._attn_implementation
     if before == NAME:
-        return
+        return lambda: None
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ServingError(
             f"{type(model).__name__} does not let its attention be chosen (it stays "
             f"{before!r}); call fx_prefill.attention in its layers instead"
         )
+    return lambda: model.set_attn_implementation(before)
 
 
 def live_attention(

@@ -16,7 +16,7 @@ from ..errors import CaptureError, ContextError, FallbackError, ServingError
 from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
 from .attention.backend import AttentionBackend, make_attention_backend
-from .context import ForwardContext, from_lengths
+from .context import ForwardContext
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
 from .direct import DirectGraph
@@ -100,12 +100,13 @@ class PrefillGraph:
         self._with_attention: frozenset[int] = frozenset()
         never = never_replays(model, task, enforce_eager)
         self._rules = Rules(never=never)
+        self._restore: Callable[[], None] = lambda: None
         self._embeds: torch.Tensor | None = None
         self._variants: dict[str | None, Variant] = {}
         if never in (Refusal.EMBEDDING, Refusal.ENCODER):
             return
         if is_hugging_face(model):
-            use_live_attention(model)
+            self._restore = use_live_attention(model)
         self.decoder: Decoder = find_decoder(model, decoder, embedding, head)
         self._logits = logits or checked_logits(model, self.decoder)
         declared: dict[str | None, Any] = {None: ()}
@@ -174,7 +175,7 @@ class PrefillGraph:
         One made-up request of half the bucket, no row of which has a slot, is what captured kernels
         read meanwhile: the padding check finds real rows and padded ones.
         """
-        sample = from_lengths([max(1, bucket // 2)], device=self._device())
+        sample = ForwardContext.from_lengths([max(1, bucket // 2)], device=self._device())
         with self._published(sample, bucket):
             for variant in self._variants.values():
                 variant.capture_attention(bucket)
@@ -390,6 +391,13 @@ class PrefillGraph:
         if not self.replays[kind]:
             log.info("prefill replays captured graphs: %s", kind)
         self.replays[kind] += 1
+
+    def close(self) -> None:
+        """Give back captured graphs, buffers, and the attention that a transformers model had."""
+        for name, variant in self._variants.items():
+            self._variants[name] = replace(variant, graph=None, captured=None)
+        self._rules, self._with_attention = self._rules_with(()), frozenset()
+        self._restore()
 
     def report(self) -> Report:
         """What was planned and what ran, of every variant traced so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 import weakref
@@ -64,12 +65,15 @@ class CompiledPrefill:
         self._watch = LengthWatch()
         self._reached = threading.local()
         self._num_unreached = 0
+        self._undone = False
         given = dict(options)
         if not module_guards:
             given["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
         self._compiled = torch.compile(self._frame, backend=self._backend(), options=given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._undone:
+            raise NotCompiledError("undo() gave this model back; call fx_prefill.compile again")
         mark_tokens(args, kwargs, self._token_dims, self._names)
         self._reached.graph = False
         with tracing_config(), opaque_calls():
@@ -142,7 +146,8 @@ class CompiledPrefill:
         return self.report()
 
     def undo(self) -> None:
-        """Give the module back as it was; its compiled graphs are dropped."""
+        """Give the module back as it was; its compiled graphs are dropped, this handle is done."""
+        self._undone = True
         self._opaque.restore()
         if isinstance(self.module, torch.nn.Module):
             self.module._compiled_call_impl = None
@@ -179,10 +184,34 @@ def compile(
         )
     if not isinstance(module_guards, bool):
         raise OptionError(f"module_guards is {module_guards!r}; accepted: True or False")
+    _check_token_dims(model, token_dims)
     compiled = CompiledPrefill(model, options, token_dims, module_guards, break_modules)
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = compiled
     return compiled
+
+
+def _check_token_dims(model: Any, token_dims: Mapping[str | int, int] | None) -> None:
+    if token_dims is None:
+        return
+    accepted = "a mapping of argument names or positions to the dimension that counts tokens"
+    if not isinstance(token_dims, Mapping):
+        raise OptionError(f"token_dims is {token_dims!r}; accepted: {accepted}")
+    for name, dim in token_dims.items():
+        if not isinstance(name, (str, int)) or not isinstance(dim, int) or isinstance(dim, bool):
+            raise OptionError(f"token_dims maps {name!r} to {dim!r}; accepted: {accepted}")
+    try:
+        parameters = inspect.signature(_signature_of(model)).parameters
+    except (TypeError, ValueError):  # a callable that hides what it takes
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in token_dims if isinstance(name, str) and name not in parameters]
+    if unknown:
+        raise OptionError(
+            f"token_dims names {', '.join(map(repr, unknown))}; {type(model).__name__} takes "
+            f"{', '.join(parameters)}"
+        )
 
 
 def report(compiled: Any) -> Report:

@@ -92,6 +92,7 @@ def parse_options(raw: Mapping[str, Any] | None) -> Options:
             )
         checked["max_tokens"] = top
     options = Options(**checked)
+    _refuse_without_effect(options)
     foreign = sorted(set(options.specialize) - set(options.ladder))
     if foreign:
         raise OptionError(
@@ -99,6 +100,19 @@ def parse_options(raw: Mapping[str, Any] | None) -> Options:
             f"buckets are {', '.join(map(str, options.ladder)) or 'none (max_tokens=0)'}"
         )
     return options
+
+
+def _refuse_without_effect(options: Options) -> None:
+    if options.specialize and options.compiler not in (None, "inductor"):
+        raise OptionError(
+            f"option 'specialize' has no effect with the compiler {options.compiler!r}: only "
+            "Inductor specializes buckets; leave one of the two out"
+        )
+    if options.max_autotune and not options.specialize:
+        raise OptionError(
+            "option 'max_autotune' has no effect without 'specialize': only artifacts of buckets "
+            "named there are tuned"
+        )
 
 
 def _fail(name: str, value: object, accepted: str) -> OptionError:

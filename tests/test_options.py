@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import MAX_TOKENS, Around, assert_same, captured, check, rows, shuffled, token_graph
+from harness import (
+    MAX_TOKENS,
+    Around,
+    assert_breaks,
+    assert_same,
+    captured,
+    check,
+    rows,
+    shuffled,
+    token_graph,
+)
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -394,3 +404,67 @@ def test_a_report_shows_graphs_of_its_own_module_only() -> None:
     assert report_of(module).graphs
     with pytest.raises(NotCompiledError):
         report_of(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"specialize": [16], "compiler": "eager"}, "'specialize' has no effect with the compiler"),
+        ({"max_autotune": True}, "'max_autotune' has no effect without 'specialize'"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse_options(options)
+
+
+@pytest.mark.parametrize(
+    ("token_dims", "message"),
+    [
+        ([1], "accepted: a mapping"),
+        ({"x": "1"}, "accepted: a mapping"),
+        ({"ids": 1}, "names 'ids'; Around takes x"),
+    ],
+)
+def test_token_dims_are_checked(token_dims: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        fx_prefill.compile(Around(torch.tanh), token_dims=token_dims)
+
+
+def test_a_handle_that_was_undone_says_so() -> None:
+    handle = fx_prefill.compile(Around(torch.tanh), max_tokens=16)
+    handle.undo()
+    with pytest.raises(fx_prefill.errors.NotCompiledError, match=r"undo\(\) gave this model back"):
+        handle.warmup(rows(10))
+
+
+@pytest.mark.parametrize("named", [torch.cumsum, torch.Tensor.cumsum, torch.ops.aten.cumsum])
+@pytest.mark.parametrize("method", [False, True])
+def test_an_operator_is_named_in_any_of_its_spellings(named: Any, method: bool) -> None:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(2) if method else torch.cumsum(x, 2)
+
+    compiled = fx_prefill.compile(Around(middle), max_tokens=16, break_ops=[named])
+    compiled(rows(10))
+    assert_breaks(compiled.report(), "cumsum", "marked by the user")
+
+
+def test_the_report_says_what_is_captured_and_what_waits() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            y = torch.nn.functional.scaled_dot_product_attention(q, q * 2, q, is_causal=True)
+            return y.transpose(1, 2).flatten(2)
+
+    compiled = fx_prefill.compile(
+        Around(Attention()), max_tokens=64, capture="queued", capture_attention=True
+    )
+    compiled(rows(20))
+    (graph,) = compiled.report().graphs
+    assert graph.queued == (32,) and not graph.captured_attention
+    assert "waiting for warmup(): buckets 32" in str(compiled.report())
+    (graph,) = compiled.warmup().graphs
+    assert not graph.queued and graph.captured_attention == {32: 1}
+    assert "attention captured with its segments in buckets 32: 1 of 1 breaks" in str(
+        compiled.report()
+    )

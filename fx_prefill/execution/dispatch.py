@@ -367,6 +367,23 @@ class PrefillRuntime:
         return tuple(self._captures.programs)
 
     @property
+    def queued(self) -> tuple[Key, ...]:
+        """Buckets, with their batch, that calls asked for and the next warm-up captures."""
+        return tuple(self._queue)
+
+    @property
+    def captured_breaks(self) -> dict[int, int]:
+        """Breaks that are inside the recording of a captured bucket; buckets with none left out."""
+        found = {}
+        planned = sum(not part.is_segment for part in self.compiled.partitions)
+        for bucket, _ in self._captures.programs:
+            left = self._captures.compiled_for(bucket).partitions
+            inside = planned - sum(not part.is_segment for part in left)
+            if bucket is not None and inside:
+                found[bucket] = inside
+        return dict(sorted(found.items()))
+
+    @property
     def graph_bytes(self) -> int:
         """Bytes that buffers and captured graphs take now."""
         return self._captures.num_bytes

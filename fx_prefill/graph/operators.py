@@ -97,6 +97,9 @@ def _names(entry: Any, node: fx.Node) -> bool:
         return bool(entry(node))
     if node.target is entry or (node.op == "call_method" and _method_of(node) is entry):
         return True
+    if _is_torch_function(entry):
+        written = node.op == "call_method" or _is_torch_function(node.target)
+        return written and entry.__name__ == short_name(node)
     if not _has_own_name(entry):
         return False
     if not isinstance(node.target, str) and _has_own_name(node.target):
@@ -104,6 +107,13 @@ def _names(entry: Any, node: fx.Node) -> bool:
     # F.linear, x.cumsum(...) and the like are recorded as they are written.
     namespace, _, short = _normal(operator_name(entry)).rpartition("::")
     return namespace == "aten" and short == short_name(node)
+
+
+def _is_torch_function(entry: Any) -> bool:
+    """``torch.cumsum``, ``torch.Tensor.cumsum`` and the like: one operator in several spellings."""
+    name = getattr(entry, "__name__", None)
+    homes = (torch, torch.Tensor, torch.nn.functional)
+    return isinstance(name, str) and any(getattr(home, name, None) is entry for home in homes)
 
 
 def _same_name(entry: Any, name: str) -> bool:

@@ -73,6 +73,10 @@ class GraphReport:
     graph_bytes_estimate: int = 0
     refused: str | None = None
     captured: tuple[int, ...] = ()
+    captured_attention: dict[int, int] = field(default_factory=dict)
+    """Breaks that are inside the recording, by captured bucket; buckets with none left out."""
+
+    queued: tuple[int, ...] = ()
     replays: dict[int, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     real_rows: int = 0
@@ -147,6 +151,8 @@ def describe_runtime(runtime: PrefillRuntime, hints: Bindings) -> GraphReport:
         compiler=first.compiler if first else "",
         compile_seconds=sum(segment.seconds for segment in compiled.segments.values()),
         captured=tuple(sorted({bucket or 0 for bucket, _ in runtime.captured})),
+        captured_attention=runtime.captured_breaks,
+        queued=tuple(sorted({bucket or 0 for bucket, _ in runtime.queued})),
     )
 
 

@@ -135,6 +135,14 @@ def _footnotes(graph: GraphReport) -> list[str]:
         notes.append(f"  bucket {bucket} is not used: the traced graph needs {problem}")
     if graph.compiler:
         notes.append(f"  compiler {graph.compiler}, {graph.compile_seconds:.1f} s")
+    if graph.captured_attention:
+        inside, ladder = graph.captured_attention.values(), _ladder(list(graph.captured_attention))
+        notes.append(
+            f"  attention captured with its segments in buckets {ladder}: {max(inside)} of "
+            f"{graph.num_breaks} breaks"
+        )
+    if graph.queued:
+        notes.append(f"  waiting for warmup(): buckets {_ladder(graph.queued)}")
     if graph.replays or graph.fallbacks:
         replays = ", ".join(
             f"{bucket or 'exact size'}: {count}" for bucket, count in graph.replays.items()

@@ -6,10 +6,12 @@ behind for shorter ones; every result is looked at again after all later calls.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -31,6 +33,21 @@ RANDOM = "random"
 MARKED = "marked by the user"
 UNKNOWN = "not known to be row-wise"
 ATTENTION = "attention"
+
+
+def half(*choices: Sequence[Any]) -> list[Any]:
+    """Combinations of choices for ``parametrize``; every second is left to ``--full``.
+
+    What is run has every value, and of three choices or more every pair of values of two of them.
+    """
+    numbered = [list(enumerate(values)) for values in choices]
+    return [
+        pytest.param(
+            *(value for _, value in combination),
+            marks=() if sum(number for number, _ in combination) % 2 == 0 else pytest.mark.full,
+        )
+        for combination in itertools.product(*numbered)
+    ]
 
 
 class Around(nn.Module):

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from families import VOCAB, _enlarge_weights
+from harness import half
 
 import fx_prefill
 
@@ -97,15 +98,9 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None
     assert off <= 0.02, f"{what}: {off:.0%} of the rows differ"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
-    ("dtype", "experts"),
-    [
-        (torch.bfloat16, "grouped_mm"),
-        (torch.float32, "grouped_mm"),
-        (torch.bfloat16, "batched_mm"),
-        (torch.float32, "batched_mm"),
-    ],
+    ("name", "dtype", "experts"),
+    half(list(CONFIGS), [torch.bfloat16, torch.float32], ["grouped_mm", "batched_mm"]),
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_expert_family_replays(name: str, dtype: torch.dtype, experts: str) -> None:

@@ -5,7 +5,6 @@ The reference is `model.forward(...)`, which stays uncompiled when a module is c
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import sys
@@ -24,6 +23,7 @@ pytest.importorskip("transformers")
 
 from families import BY_NAME, FAMILIES, VOCAB, Family
 from family_table import check_names, check_row
+from harness import half
 from more_families import ORDER
 from transformers import DynamicCache
 
@@ -169,21 +169,9 @@ def assert_one_break_per_layer(graph: Any, family: Family, attention: str, scope
 # ---- the families -------------------------------------------------------------------------------
 
 
-def every_way() -> list[Any]:
-    """Scope, attention and cache. Half of them meet each pair of values; --full runs the rest."""
-    ways = list(itertools.product(("inner", "whole"), ("sdpa", "eager"), (False, True)))
-    half = {way for way in ways if ((way[0] == "whole") + (way[1] == "eager") + way[2]) % 2 == 1}
-    return [
-        pytest.param(
-            *way,
-            id="-".join((*way[:2], "dynamic_cache" if way[2] else "no_cache")),
-            marks=() if way in half else pytest.mark.full,
-        )
-        for way in ways
-    ]
-
-
-@pytest.mark.parametrize(("scope", "attention", "cache"), every_way())
+@pytest.mark.parametrize(
+    ("scope", "attention", "cache"), half(["inner", "whole"], ["sdpa", "eager"], [True, False])
+)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_family_replays(family: Family, scope: str, attention: str, cache: bool) -> None:
     model = getattr(family, scope)(attention)
@@ -320,8 +308,7 @@ def test_a_bucket_on_the_other_side_of_the_window_is_not_used(name: str, attenti
 PLAIN_LENGTHS = (16, 100, 1, 17, 2, MAX_TOKENS, 1, MAX_TOKENS + 1, 16, 100)
 
 
-@pytest.mark.parametrize("cache", [False, True], ids=["no_cache", "dynamic_cache"])
-@pytest.mark.parametrize("scope", ["inner", "whole"])
+@pytest.mark.parametrize(("scope", "cache"), half(["inner", "whole"], [False, True]))
 def test_plain_door(scope: str, cache: bool) -> None:
     model = getattr(BY_NAME["llama"], scope)("sdpa")
     compiled = torch.compile(model, backend="breakable_prefill", options={"max_tokens": MAX_TOKENS})

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from families import BY_NAME, VOCAB
+from harness import half
 
 import fx_prefill
 from fx_prefill.errors import OptionError
@@ -31,8 +32,7 @@ def left_padded(batch: int, num_tokens: int, seed: int) -> tuple[torch.Tensor, t
     return ids, mask
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "batch"), half(["llama", "gemma3"], [1, 3]))
 def test_the_prefill_of_generate_replays(name: str, batch: int) -> None:
     """The mask has a length of its own, which the traced graph compares with the token count."""
     model = BY_NAME[name].whole("sdpa")

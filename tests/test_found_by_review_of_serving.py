@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from serving_models import HEAD_DIM, HEADS, HIDDEN, Batch, PackedLM, PlainBackend, pool_for
+from serving_models import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    Batch,
+    PackedDecoder,
+    PackedLM,
+    PlainBackend,
+    pool_for,
+)
 from test_captured_attention_of_engines import Capturable
+from test_distributed import run_pair
 from test_prefill_graph import MAX_TOKENS, assert_like_alone, made, pool_of
+from torch import distributed as dist
 from torch import nn
 
 from fx_prefill import (
@@ -20,10 +32,11 @@ from fx_prefill import (
     PagedKVPool,
     PrefillGraph,
 )
-from fx_prefill.errors import ContextError, ServingError
+from fx_prefill.errors import CaptureError, ContextError, ServingError
 from fx_prefill.execution.dispatch import FallbackReason
 from fx_prefill.serving.attention.captured import CapturedBatch
 from fx_prefill.serving.attention.metadata import to_device
+from fx_prefill.serving.decisions import Refusal
 
 # ---- what is called like a view, and is none ----------------------------------------------------
 
@@ -90,6 +103,42 @@ def test_a_replaced_module_is_noticed() -> None:
     output = graph.run(ctx, ids)
     assert output.replayed
     assert_like_alone(graph, batch, output, [9])
+
+
+class _Scaled(PackedDecoder):
+    """Holds a tensor and a number that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gain = torch.ones(HIDDEN), 1.0
+
+    def forward(self, inputs_embeds: torch.Tensor, positions: torch.Tensor) -> Any:
+        return super().forward(inputs_embeds * self.table * self.gain, positions)
+
+
+def _replays_with_another(name: str) -> None:
+    model = PackedLM()
+    model.model = _Scaled().requires_grad_(False)
+    graph = PrefillGraph(model, attention=PlainBackend(pool_for()), max_tokens=MAX_TOKENS)
+    graph.warmup()
+    batch = Batch(pool_of(graph), [9])
+    ctx, ids = batch.context([9])
+    assert_like_alone(graph, batch, graph.run(ctx, ids), [9])
+    setattr(model.model, name, getattr(model.model, name) * 3)
+    assert_like_alone(graph, batch, graph.run(ctx, ids), [9])
+
+
+def test_a_replaced_tensor_that_is_not_registered_is_noticed() -> None:
+    _replays_with_another("table")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="numbers (and flags, and tensors in lists) of modules are read when they are traced; "
+    "Dynamo's guards would notice a change, and the direct call has none",
+)
+def test_a_changed_number_of_a_module_is_noticed() -> None:
+    _replays_with_another("gain")
 
 
 def test_weights_of_another_dtype_run_the_model_and_not_its_trace() -> None:
@@ -179,6 +228,44 @@ def test_layer_inputs_that_the_others_were_not_told_of_are_not_dropped() -> None
         graph.why_not(ctx, MultimodalInputs({"deepstack": 1}))
 
 
+def _eager_on_one(rank: int) -> list[str]:
+    graph = PrefillGraph(
+        PackedLM(),
+        attention=PlainBackend(pool_for()),
+        max_tokens=MAX_TOKENS,
+        enforce_eager=rank == 1,
+        group=dist.group.WORLD,
+    )
+    with pytest.raises(ServingError) as caught:
+        graph.warmup()
+    return [str(caught.value)]
+
+
+def _not_traced_on_one(rank: int) -> list[str]:
+    graph = PrefillGraph(
+        PackedLM(),
+        attention=PlainBackend(pool_for()),
+        max_tokens=MAX_TOKENS,
+        group=dist.group.WORLD,
+    )
+    if rank == 1:
+        graph.model.model.forward = lambda inputs_embeds, positions: 3
+    with pytest.raises((AttributeError, TypeError, ServingError, CaptureError, IndexError)) as got:
+        graph.warmup()
+    return [str(got.value)]
+
+
+def test_no_rank_waits_for_one_that_is_eager(tmp_path: Path) -> None:
+    seen = run_pair(_eager_on_one, tmp_path)
+    assert all("must be the same on all ranks" in text for (text,) in seen)
+
+
+def test_no_rank_waits_for_one_that_cannot_trace(tmp_path: Path) -> None:
+    seen = run_pair(_not_traced_on_one, tmp_path)
+    assert "another rank could not trace the model" in seen[0][0]
+    assert "another rank" not in seen[1][0]
+
+
 # ---- what an engine hands over ------------------------------------------------------------------
 
 
@@ -235,6 +322,12 @@ def test_another_default_device_changes_nothing() -> None:
         table, (lens,) = pool.page_table(pages), to_device([[5]], cpu)
         captured.prepare(ctx, 16)
     assert {x.device for x in (ctx.positions, table, lens)} == {cpu}  # type: ignore[union-attr]
+
+
+def test_a_warm_graph_without_buckets_does_not_ask_for_a_warm_up() -> None:
+    graph = made(max_tokens=0)
+    ctx, _ = Batch(pool_of(graph), [9]).context([9])
+    assert graph.why_not(ctx) == str(Refusal.NONE_LEFT)
 
 
 def test_a_model_that_never_replays_says_so_when_it_is_run() -> None:

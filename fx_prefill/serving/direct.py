@@ -83,15 +83,15 @@ class DirectGraph:
 
         Raises Outdated where a module is not the one that was traced.
         """
+        template = self._template
         try:
             now = [holder[name] for holder, name in self._module_places]
+            if now != self._modules:  # modules are equal when they are the same
+                raise Outdated
+            for index, holder, name in self._weights:
+                args[index] = template[index] = holder[name]
         except KeyError as error:
             raise Outdated from error
-        if now != self._modules:  # modules are equal when they are the same
-            raise Outdated
-        template = self._template
-        for index, holder, name in self._weights:
-            args[index] = template[index] = holder[name]
         return args
 
 
@@ -144,11 +144,11 @@ def trace_directly(
 
 
 def _places(module: nn.Module) -> dict[int, tuple[dict[str, Any], str]]:
-    """Where each parameter and buffer of a module is held, by the tensor's ``id``."""
+    """Where each tensor that a module has is held, by its ``id``; registered or not."""
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for inside in module.modules():
-        for holder in (inside._parameters, inside._buffers):
+        for holder in (vars(inside), inside._parameters, inside._buffers):
             for name, tensor in holder.items():
-                if tensor is not None:
+                if isinstance(tensor, torch.Tensor):
                     found[id(tensor)] = (holder, name)
     return found

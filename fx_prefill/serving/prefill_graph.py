@@ -155,7 +155,7 @@ class PrefillGraph:
                 self._with_attention = frozenset(inside)
         demoted = [sorted(self._graph(n).runtime.compiled.demoted) for n in self._variants]
         require_same("what failed the padding check", demoted, self._group)
-        self._rules = self._rules_with(sorted(captured))
+        self._rules = replace(self._rules_with(sorted(captured)), warm=True)
         log.info("captured %s, with attention %s", captured, sorted(self._with_attention))
 
     def _forbid_falling_back_alone(self) -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 
 from ..graph.autocast import ENTER, EXIT
 from ..graph.normalize import value_of
-from ..graph.operators import operator_name, short_name
+from ..graph.operators import operator_name, torch_name
 from ..graph.partition import Partition
 from ..graph.symbols import Bindings, evaluate_sizes, size_exprs
 
@@ -128,9 +128,9 @@ def _split_views(
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node only looks at the memory of its inputs, whatever their layout."""
-    if node.op not in ("call_function", "call_method") or short_name(node) not in VIEWS:
+    if node.op not in ("call_function", "call_method") or torch_name(node) not in VIEWS:
         return False
-    if short_name(node) != "getitem":
+    if torch_name(node) != "getitem":
         return True
     index = node.args[1]
     parts = index if isinstance(index, tuple) else (index,)
@@ -153,8 +153,8 @@ def _allocation(node: fx.Node, part: Partition) -> fx.Node | None:
         value = value_of(node)
         if not isinstance(value, torch.Tensor) or not value.is_contiguous():
             return None
-        name = short_name(node)
-        if name in ALLOCATORS and operator_name(node.target) in (name, f"aten::{name}"):
+        name = torch_name(node)
+        if name in ALLOCATORS:
             return node if len(node.users) > 1 else None  # somebody has to write it
         if name not in RESHAPES:
             return None

@@ -72,6 +72,7 @@ class FallbackReason(str, Enum):
     UNREADABLE = "the traced graph has a form the pass cannot read"
     WEIGHTS_CHANGED = "a weight changed its shape or keeps moving"
     MODULE_FLOAT = "a module's float changed"
+    MODULE_REPLACED = "a module was replaced since it was traced; close(), then warmup()"
     NO_SEGMENT = "nothing in the graph can be captured"
     CAPTURE_FAILED = "recording a segment failed"
     REENTERED = "called again from inside a replay"
@@ -92,6 +93,10 @@ OTHER_BUCKETS_MAY_SERVE = (
     FallbackReason.MEMORY,
 )
 """Reasons that hold for one count: a warm-up with it captures the ladder all the same."""
+
+
+class Outdated(Exception):
+    """What ``refresh`` of :meth:`PrefillRuntime.run_at` raises: the graph is of another model."""
 
 
 @dataclass
@@ -145,15 +150,18 @@ class PrefillRuntime:
         """One forward in a bucket that the caller chose, at least as large as its token count.
 
         ``args`` are the graph's arguments, as for a call; ``refresh`` brings their weights up to
-        date, which waits until the device has work where weights are pinned. Runs eagerly, counted,
-        where that bucket cannot serve.
+        date, which waits until the device has work where weights are pinned. Where that bucket
+        cannot serve, the FallbackReason is counted and returned: no guards have shown that the
+        traced graph fits, so what runs instead is the caller's.
         """
         with self._lock:
             if self._running:
-                return self._fall_back(FallbackReason.REENTERED, args)
+                return self._refuse(FallbackReason.REENTERED, args)
             self._running = True
             try:
                 return self._run(args, bucket, refresh)
+            except Outdated:
+                return self._refuse(FallbackReason.MODULE_REPLACED, args)
             finally:
                 self._running = False
 
@@ -185,6 +193,7 @@ class PrefillRuntime:
         bucket: int | None = None,
         refresh: Callable[[list[Any]], list[Any]] = _as_they_are,
     ) -> Any:
+        fall_back = self._fall_back if bucket is None else self._refuse
         # Held memory cannot be freed, so what is launched on it may be looked at afterwards.
         late = self._weights.held
         if not late:
@@ -196,14 +205,20 @@ class PrefillRuntime:
             if _whole_ladder.get() and decision in OTHER_BUCKETS_MAY_SERVE:
                 self._make_room(self._batch(args))
                 self._capture_ladder(self._batch(args), args)
-            return self._fall_back(decision, args)
+            return fall_back(decision, args)
         num_tokens = self._num_tokens(args)
         self._make_room(decision[1])
         program = self._program(decision, args)
         if isinstance(program, FallbackReason):
-            return self._fall_back(program, args)
+            return fall_back(program, args)
         confirm = (lambda: self._weights.in_place(refresh(args))) if late else None
-        result = program.run(args, num_tokens, confirm)
+        try:
+            result = program.run(args, num_tokens, confirm)
+        except Exception:
+            # Without device graphs a segment meets moved weights before they are looked at.
+            if confirm is None or confirm():
+                raise
+            result = MOVED
         if result is MOVED:
             self._weights.let_go()
             return self._run(args, bucket, refresh)
@@ -302,6 +317,10 @@ class PrefillRuntime:
         return bucket
 
     def _fall_back(self, reason: FallbackReason, args: Sequence[Any]) -> Any:
+        self._refuse(reason, args)
+        return self._traced.original(*args)
+
+    def _refuse(self, reason: FallbackReason, args: Sequence[Any]) -> FallbackReason:
         self.counts.fallbacks[str(reason)] += 1
         counters["fx_prefill"][f"fallback: {reason}"] += 1
         if self.options.strict:
@@ -309,7 +328,7 @@ class PrefillRuntime:
                 f"this forward ({self._describe(args)}) would run eagerly: {reason}; under "
                 "strict=True that is an error"
             )
-        return self._traced.original(*args)
+        return reason
 
     def _describe(self, args: Sequence[Any]) -> str:
         count = self._num_tokens(args)

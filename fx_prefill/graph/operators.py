@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -51,6 +52,20 @@ def short_name(node: fx.Node) -> str:
     name = operator_name(node.target).rpartition("::")[2]
     # ``==`` is recorded as eq by one version of torch and as __eq__ by another.
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+def torch_name(node: fx.Node) -> str:
+    """The operator of a node that is PyTorch's own, in any spelling; empty for those of others.
+
+    What somebody else calls ``select`` or ``flatten`` may do anything.
+    """
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        namespace, _, name = operator_name(target).rpartition("::")
+        return name if namespace == "aten" else ""
+    return short_name(node) if target is operator.getitem or _is_torch_function(target) else ""
 
 
 def is_attention(node: fx.Node) -> bool:

@@ -122,6 +122,7 @@ class ForwardContext:
         flat = torch.tensor(
             [n for part in numbers for n in part],
             dtype=torch.int64,
+            device="cpu",
             pin_memory=where.type == "cuda",
         )
         moved = flat.to(where, non_blocking=True).split([len(part) for part in numbers])
@@ -173,6 +174,8 @@ class ForwardContext:
                     f"{name} has {len(values)} entries for {self.num_requests} requests; required: "
                     "one for each request of the forward"
                 )
+            if values and min(values) < 0:
+                raise ContextError(f"{name} is {list(values)}; required: no negative lengths")
         if sum(self.extend_lens_host) != self.num_tokens:
             raise ContextError(
                 f"extend_lens_host sums to {sum(self.extend_lens_host)} and num_tokens is "

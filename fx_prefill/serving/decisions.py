@@ -21,6 +21,7 @@ class Refusal(str, Enum):
     EXACT_ONLY = "padding is off and no captured bucket has this size"
     PADDING_RATIO = "the bucket is above max_padding_ratio"
     NOT_CAPTURED = "nothing is captured yet: call warmup() first"
+    NONE_LEFT = "warmup() could capture no bucket: its log and report() say why"
     AUX_HIDDEN = "these auxiliary hidden states were not declared when the graph was made"
     LAYER_INPUTS = "inputs of single layers (deepstack) are not part of the graph"
     ONE_ROW = "one row, and breaks other than attention that would see a row of padding beside it"
@@ -31,13 +32,17 @@ class Refusal(str, Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """What was captured and what the engine declared; ``never`` refuses every forward."""
+    """What was captured and what the engine declared; ``never`` refuses every forward.
+
+    ``warm``: the warm-up is over, whatever it captured.
+    """
 
     buckets: tuple[int, ...] = ()
     padding: bool = True
     max_padding_ratio: float = 2.0
     aux_hidden: frozenset[str | None] = frozenset({None})
     never: Refusal | None = None
+    warm: bool = False
 
     def decide(
         self,
@@ -62,7 +67,7 @@ class Rules:
 
     def _bucket(self, num_tokens: int) -> int | Refusal:
         if not self.buckets:
-            return Refusal.NOT_CAPTURED
+            return Refusal.NONE_LEFT if self.warm else Refusal.NOT_CAPTURED
         bucket = next((size for size in self.buckets if size >= num_tokens), None)
         if bucket is None:
             return Refusal.TOO_LONG

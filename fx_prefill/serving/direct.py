@@ -4,7 +4,8 @@ Note [What guards would have seen]
 
 Dynamo's guards make sure that a call fits the graph. Here the caller is one class that always makes
 the same call: the same arguments, whose only difference is the number of tokens. What is left to
-watch is what the outside can change, the weights: they are read off their modules at every call.
+watch is what the outside can change: weights are read off their modules at every call, and modules
+have to be those that were traced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import fx, nn
 from ..api import without_running
 from ..backend import breakable_prefill
 from ..errors import ServingError
-from ..execution.dispatch import PrefillRuntime
+from ..execution.dispatch import Outdated, PrefillRuntime
 from ..graph.normalize import value_of
 from ..graph.symbols import evaluate_scalar, expr_of
 from ..graph.trace import Role
@@ -40,6 +41,9 @@ class DirectGraph:
                 f"{runtime.refused or 'its forward depends on it'}"
             )
         places = _places(module)
+        parts = [(m._modules, name) for m in module.modules() for name in m._modules]
+        self._module_places = parts
+        self._modules = [holder[name] for holder, name in parts]
         self._weights: list[tuple[int, dict[str, Any], str]] = []
         self._counts: list[tuple[int, Any]] = []
         self._token = traced.token_symbol
@@ -75,10 +79,19 @@ class DirectGraph:
         return args
 
     def refresh(self, args: list[Any]) -> list[Any]:
-        """The arguments with the weights that the modules have now, kept for the next call."""
+        """The arguments with the weights that the modules have now, kept for the next call.
+
+        Raises Outdated where a module is not the one that was traced.
+        """
         template = self._template
-        for index, holder, name in self._weights:
-            args[index] = template[index] = holder[name]
+        try:
+            now = [holder[name] for holder, name in self._module_places]
+            if now != self._modules:  # modules are equal when they are the same
+                raise Outdated
+            for index, holder, name in self._weights:
+                args[index] = template[index] = holder[name]
+        except KeyError as error:
+            raise Outdated from error
         return args
 
 
@@ -117,7 +130,7 @@ def trace_directly(
             f"{type(module).__name__} was traced into {len(made)} graphs; required: one. "
             "TORCH_LOGS=graph_breaks shows what cuts it"
         )
-    graph, args, results = made[0]
+    graph, args, results = made.pop()  # PyTorch keeps the backend, and with it this list
     if not isinstance(graph, PrefillRuntime):
         raise ServingError(f"{type(module).__name__} cannot be replayed: {graph.reason}")
     place: dict[int, int | str] = {id(tensor): name for name, tensor in given.items()}
@@ -131,11 +144,11 @@ def trace_directly(
 
 
 def _places(module: nn.Module) -> dict[int, tuple[dict[str, Any], str]]:
-    """Where each parameter and buffer of a module is held, by the tensor's ``id``."""
+    """Where each tensor that a module has is held, by its ``id``; registered or not."""
     found: dict[int, tuple[dict[str, Any], str]] = {}
     for inside in module.modules():
-        for holder in (inside._parameters, inside._buffers):
+        for holder in (vars(inside), inside._parameters, inside._buffers):
             for name, tensor in holder.items():
-                if tensor is not None:
+                if isinstance(tensor, torch.Tensor):
                     found[id(tensor)] = (holder, name)
     return found

@@ -57,7 +57,7 @@ def agree(outcome: Outcome, group: dist.ProcessGroup | None) -> Outcome:
     """
     if _alone(group):
         return outcome
-    worst = torch.tensor([int(outcome)], dtype=torch.int64)
+    worst = torch.tensor([int(outcome)], dtype=torch.int64, device="cpu")
     with _answered():
         dist.all_reduce(worst, op=dist.ReduceOp.MIN, group=group)
     return Outcome(int(worst))
@@ -113,6 +113,16 @@ def capture_together(
             error = None  # and with it the memory that its frames may still hold
             _discard_together(bucket, discard, group)
     return tuple(captured)
+
+
+def do_together(what: str, do: Callable[[], object], group: dist.ProcessGroup | None) -> None:
+    """Do on all ranks what may fail on one before any meet; then every rank raises."""
+    error = _failure(0, lambda _: do())
+    if agree(_outcome(error), group) is Outcome.CAPTURED:
+        return
+    if error is not None:
+        raise error
+    raise CaptureError(f"another rank could not {what}, so no rank goes on; see that rank's error")
 
 
 def captures_collectives(plan: PartitionPlan) -> bool:
@@ -260,7 +270,7 @@ def rank_view(ctx: ForwardContext, rank: int = 0) -> RankView:
     _require_one_length(ctx, len(ctx.rank_num_tokens))
     _require_own_entries(ctx, rank)
     aux = _aux_modes(ctx)
-    refusal = _idle_rank(modes) or _mixed_aux(aux)
+    refusal = _idle_rank(modes, ctx.rank_num_tokens) or _mixed_aux(aux)
     return RankView(max(ctx.rank_num_tokens), refusal, None if refusal else aux[0])
 
 
@@ -316,6 +326,11 @@ def _require_own_entries(ctx: ForwardContext, rank: int) -> None:
     num_ranks = len(ctx.rank_num_tokens or ())
     if not 0 <= rank < num_ranks:
         raise ContextError(f"this is rank {rank}; required: 0 to {num_ranks - 1}")
+    if ctx.mode.extends and ctx.num_extends == 0 and ctx.num_tokens:
+        raise ContextError(
+            f"mode is {ctx.mode.value} and no request of this rank extends; required: the mode of "
+            "what it brings, as the other ranks decide by it"
+        )
     own = (ctx.num_tokens, ctx.mode, ctx.num_requests, ctx.aux_hidden)
     for name, value in zip(_OWN_FIELDS, own, strict=True):
         entries = getattr(ctx, name)
@@ -326,11 +341,11 @@ def _require_own_entries(ctx: ForwardContext, rank: int) -> None:
             )
 
 
-def _idle_rank(modes: Sequence[Any]) -> str | None:
+def _idle_rank(modes: Sequence[Any], counts: Sequence[int]) -> str | None:
     for rank, mode in enumerate(modes):
         if mode is not ForwardMode.EXTEND and not mode.extends:  # asked at each forward
             return f"rank {rank} is in mode {mode.value}"
-    return None
+    return None if min(counts) else f"rank {list(counts).index(0)} has no rows"
 
 
 def _mixed_aux(aux: Sequence[str | None]) -> str | None:

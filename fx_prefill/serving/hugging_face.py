@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,6 +14,17 @@ from ..errors import ServingError
 from .attention.op import attention
 
 NAME = "fx_prefill"
+
+
+@dataclass
+class _Use:
+    """What a model's attention was before, and how many graphs need ours."""
+
+    before: str
+    count: int = 0
+
+
+_uses: WeakKeyDictionary[nn.Module, _Use] = WeakKeyDictionary()
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -23,21 +36,42 @@ def use_live_attention(model: Any) -> Callable[[], None]:
     """Let every layer of a transformers model call :func:`fx_prefill.attention`.
 
     No mask is built: what a row sees follows from the context. Returns what puts the model's own
-    attention back. Raises ServingError where the model does not let its attention be chosen.
+    attention back, once all who asked have done so. Raises ServingError where the model does not
+    let its attention be chosen.
     """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, live_attention)
-    before = model.config._attn_implementation
-    if before == NAME:
-        return lambda: None
+    use = _uses.get(model) or _Use(model.config._attn_implementation)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ServingError(
             f"{type(model).__name__} does not let its attention be chosen (it stays "
-            f"{before!r}); call fx_prefill.attention in its layers instead"
+            f"{use.before!r}); call fx_prefill.attention in its layers instead"
         )
-    return lambda: model.set_attn_implementation(before)
+    _uses[model] = use
+    use.count += 1
+
+    def restore() -> None:
+        use.count -= 1
+        if use.count == 0:
+            del _uses[model]
+            model.set_attn_implementation(use.before)
+
+    return restore
+
+
+def require_live_attention(model: Any) -> None:
+    """Raise ServingError for a transformers model whose attention is another one now.
+
+    It would neither write the cache of the context nor read it.
+    """
+    if is_hugging_face(model) and model.config._attn_implementation != NAME:
+        raise ServingError(
+            f"the attention of {type(model).__name__} is {model.config._attn_implementation!r}; "
+            f"required: {NAME!r}, which PrefillGraph sets and close() gives back. Call warmup() "
+            "again, or make another PrefillGraph"
+        )
 
 
 def live_attention(

@@ -55,12 +55,12 @@ class PagedKVPool:
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.dtype, self.device, self.layout = dtype, torch.device(device), layout
-        self.keys = [self._layer(head_dim) for _ in range(num_layers)]
-        self.values = [self._layer(self.v_head_dim) for _ in range(num_layers)]
-        # Made once: a view costs as much host time as the launch of the write.
-        self._rows = [
-            (self._by_row(k), self._by_row(v)) for k, v in zip(self.keys, self.values, strict=True)
-        ]
+        with torch.inference_mode(False), torch.no_grad():  # written inside and outside of it
+            self.keys = [self._layer(head_dim) for _ in range(num_layers)]
+            self.values = [self._layer(self.v_head_dim) for _ in range(num_layers)]
+            # Made once: a view costs as much host time as the launch of the write.
+            pairs = zip(self.keys, self.values, strict=True)
+            self._rows = [(self._by_row(k), self._by_row(v)) for k, v in pairs]
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._users = [0] * num_pages
 
@@ -146,7 +146,8 @@ class PagedKVPool:
         width = max((len(pages) for pages in requests), default=0)
         rows = [[*pages, *[DUMMY_PAGE] * (width - len(pages))] for pages in requests]
         # From pinned memory, so that the host does not wait for the copy.
-        table = torch.tensor(rows, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        table = torch.tensor(rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
         return table.view(len(rows), width).to(self.device, non_blocking=True)
 
     # --- rows -----------------------------------------------------------------------------------

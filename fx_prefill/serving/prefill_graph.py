@@ -7,12 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import CaptureError, ContextError, FallbackError, ServingError
+from ..execution.dispatch import FallbackReason
 from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
 from .attention.backend import AttentionBackend, make_attention_backend
@@ -20,8 +22,14 @@ from .context import ForwardContext
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
 from .direct import DirectGraph
-from .distributed import capture_together, captures_collectives, rank_view, require_same
-from .hugging_face import is_hugging_face, use_live_attention
+from .distributed import (
+    capture_together,
+    captures_collectives,
+    do_together,
+    rank_view,
+    require_same,
+)
+from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
 from .published import Published
 from .setup import never_replays, options_of
@@ -100,20 +108,27 @@ class PrefillGraph:
         self._with_attention: frozenset[int] = frozenset()
         never = never_replays(model, task, enforce_eager)
         self._rules = Rules(never=never)
-        self._restore: Callable[[], None] = lambda: None
+        self._restore: Callable[[], None] | None = None
         self._embeds: torch.Tensor | None = None
         self._variants: dict[str | None, Variant] = {}
         if never in (Refusal.EMBEDDING, Refusal.ENCODER):
             return
-        if is_hugging_face(model):
-            self._restore = use_live_attention(model)
-        self.decoder: Decoder = find_decoder(model, decoder, embedding, head)
-        self._logits = logits or checked_logits(model, self.decoder)
-        declared: dict[str | None, Any] = {None: ()}
-        declared.update(aux_hidden or {})
-        for name, what in declared.items():
-            self._variants[name] = Variant.of(self.decoder, what)
+        self._use_live_attention()
+        try:
+            self.decoder: Decoder = find_decoder(model, decoder, embedding, head)
+            self._logits = logits or checked_logits(model, self.decoder)
+            declared: dict[str | None, Any] = {None: ()}
+            declared.update(aux_hidden or {})
+            for name, what in declared.items():
+                self._variants[name] = Variant.of(self.decoder, what)
+        except BaseException:
+            self.close()  # the model is as it was
+            raise
         self._rules = self._rules_with(())
+
+    def _use_live_attention(self) -> None:
+        if self._restore is None and is_hugging_face(self.model):
+            self._restore = use_live_attention(self.model)
 
     # --- capture --------------------------------------------------------------------------------
 
@@ -122,11 +137,12 @@ class PrefillGraph:
 
         Runs no forward: no cache slot, page or metadata is needed. Raises CaptureOutOfMemory.
         """
+        require_same("whether forwards may replay", self._rules.never, self._group)
+        if self._variants:
+            self._use_live_attention()  # close() gave it back
         if self._rules.never is not None:
             return
-        for name, variant in self._variants.items():
-            if variant.graph is None:
-                self._variants[name] = self._traced(variant)
+        do_together("trace the model", self._trace, self._group)
         strict = self._forbid_falling_back_alone() or self.options.strict
         with torch.no_grad(), self._lock:
             captured = capture_together(
@@ -139,7 +155,7 @@ class PrefillGraph:
                 self._with_attention = frozenset(inside)
         demoted = [sorted(self._graph(n).runtime.compiled.demoted) for n in self._variants]
         require_same("what failed the padding check", demoted, self._group)
-        self._rules = self._rules_with(sorted(captured))
+        self._rules = replace(self._rules_with(sorted(captured)), warm=True)
         log.info("captured %s, with attention %s", captured, sorted(self._with_attention))
 
     def _forbid_falling_back_alone(self) -> bool:
@@ -153,6 +169,12 @@ class PrefillGraph:
             for runtime in runtimes:
                 runtime.options = replace(runtime.options, strict=True)
         return found
+
+    def _trace(self) -> None:
+        require_live_attention(self.model)
+        for name, variant in self._variants.items():
+            if variant.graph is None:
+                self._variants[name] = self._traced(variant)
 
     def _traced(self, variant: Variant) -> Variant:
         made = trace_variant(self.decoder, variant, self.options)
@@ -218,16 +240,18 @@ class PrefillGraph:
         layer_inputs = multimodal is not None and bool(multimodal.layer_inputs)
         if ctx.rank_num_tokens is None:
             num_tokens, aux_hidden = ctx.num_tokens, ctx.aux_hidden
+            fewest = num_tokens
         else:
             view = rank_view(ctx, self._rank)
             if view.refusal is not None:
                 return view.refusal
             num_tokens, aux_hidden = view.num_tokens, view.aux_hidden
+            fewest = min(ctx.rank_num_tokens)
             layer_inputs = _of_any_rank(ctx, layer_inputs, self._rank)
         decision = self._rules.decide(
             ctx, num_tokens=num_tokens, aux_hidden=aux_hidden, layer_inputs=layer_inputs
         )
-        one_row = ctx.num_tokens == 1 and isinstance(decision, int)
+        one_row = fewest == 1 and isinstance(decision, int)  # on whichever rank
         if one_row and not self._variants[ctx.aux_hidden].takes_one_row:
             return Refusal.ONE_ROW
         return decision
@@ -240,15 +264,25 @@ class PrefillGraph:
         The next forward's rows go to the same place.
         """
         if self._embeds is None or self._embeds.shape[0] < num_tokens:
+            self._require_decoder()
             weight = next(self.decoder.embedding.parameters())
-            rows = max(num_tokens, self.options.max_tokens)
-            size = self._hidden_size()
-            self._embeds = torch.zeros(rows, size, dtype=weight.dtype, device=weight.device)
+            shape = (max(num_tokens, self.options.max_tokens), self._hidden_size)
+            with torch.inference_mode(False):  # written inside and outside of it
+                self._embeds = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         return self._embeds[:num_tokens]
 
+    @cached_property
     def _hidden_size(self) -> int:
-        one = torch.zeros(1, dtype=torch.int64, device=next(self.model.parameters()).device)
-        return int(self.decoder.embedding(one).shape[-1])
+        one = torch.zeros(1, dtype=torch.int64, device=self._device())
+        with torch.no_grad():
+            return int(self.decoder.embedding(one).shape[-1])
+
+    def _require_decoder(self) -> None:
+        if not self._variants:
+            raise ServingError(
+                f"PrefillGraph runs no forward of {type(self.model).__name__}: "
+                f"{self._rules.never}. Call the model itself"
+            )
 
     def run(
         self,
@@ -263,6 +297,7 @@ class PrefillGraph:
 
         Arguments and result are those of :meth:`replay`.
         """
+        self._require_decoder()
         decision = self._decide(ctx, multimodal)
         rows = self._rows(ctx, input_ids, inputs_embeds)
         if not isinstance(decision, int):
@@ -284,7 +319,9 @@ class PrefillGraph:
         ``input_ids`` ``[num_tokens]`` or ``inputs_embeds`` ``[num_tokens, hidden]``; positions,
         pages and lengths are those of ``ctx``. ``logits_rows`` are the rows that logits are wanted
         of; by default the last row of each request, or with ``ctx.accept_lengths`` its last
-        accepted one. Raises FallbackError where :meth:`why_not` has a reason, ContextError.
+        accepted one. What is only seen here (a weight of another dtype, a replaced module) makes
+        the forward run eagerly, counted. Raises FallbackError where :meth:`why_not` has a reason,
+        ContextError.
         """
         decision = self._decide(ctx, multimodal)
         if not isinstance(decision, int):
@@ -313,6 +350,11 @@ class PrefillGraph:
                 f"a forward of {ctx.num_tokens} tokens got embeddings {list(rows.shape)}; "
                 "required: [num_tokens, hidden], requests one after the other (ids: [num_tokens])"
             )
+        if rows.shape[1] != self._hidden_size:
+            raise ContextError(
+                f"inputs_embeds are {list(rows.shape)}; required: rows of {self._hidden_size}, the "
+                "width of the model's embedding"
+            )
         return rows
 
     def _replay(
@@ -327,6 +369,11 @@ class PrefillGraph:
         inside = bucket in self._with_attention and self._serves_captured(ctx)
         with torch.no_grad(), self._lock, self._published(ctx, bucket if inside else 0):
             found = variant.replay(rows, self._positions(ctx), bucket, inside)
+        if isinstance(found, FallbackReason):
+            if not self.refusals[str(found)]:
+                log.warning("a forward that was captured runs eagerly: %s", found)
+            self.refusals[str(found)] += 1
+            return self._run_eagerly(ctx, rows, multimodal, logits_rows)
         self._count(ctx, multimodal)
         return self._output(ctx, found, logits_rows, replayed=True)
 
@@ -342,6 +389,7 @@ class PrefillGraph:
                 f"aux_hidden is {ctx.aux_hidden!r}; declared when the graph was made: "
                 f"{', '.join(map(repr, filter(None, self._variants))) or 'none'}"
             )
+        require_live_attention(self.model)
         more = {} if multimodal is None else dict(multimodal.layer_inputs)
         with torch.no_grad(), self._published(ctx):
             found = self._variants[ctx.aux_hidden].run(rows, self._positions(ctx), more)
@@ -397,7 +445,9 @@ class PrefillGraph:
         for name, variant in self._variants.items():
             self._variants[name] = replace(variant, graph=None, captured=None)
         self._rules, self._with_attention = self._rules_with(()), frozenset()
-        self._restore()
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     def report(self) -> Report:
         """What was planned and what ran, of every variant traced so far."""
@@ -420,4 +470,10 @@ def _of_any_rank(ctx: ForwardContext, own: bool, rank: int) -> bool:
                 "ranks do not know; set rank_layer_inputs to what every rank brings, on all of them"
             )
         return False
+    if ctx.rank_layer_inputs[rank] != own:
+        raise ContextError(
+            f"rank_layer_inputs[{rank}] is {ctx.rank_layer_inputs[rank]} and this rank brings "
+            f"{'some' if own else 'none'}; required: what it brings, as the other ranks decide by "
+            "that entry"
+        )
     return any(ctx.rank_layer_inputs)

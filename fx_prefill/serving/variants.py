@@ -10,9 +10,9 @@ import torch
 
 from ..errors import CaptureError, ServingError
 from ..execution.breaks import ALLOCATORS
-from ..execution.dispatch import PrefillRuntime
+from ..execution.dispatch import FallbackReason, PrefillRuntime
 from ..graph.causal import CHOSEN, reads_only
-from ..graph.operators import operator_name, short_name
+from ..graph.operators import operator_name, torch_name
 from ..options import Options
 from .decoder import Decoder
 from .direct import DirectGraph, trace_directly
@@ -76,8 +76,11 @@ class Variant:
         positions: torch.Tensor | None,
         bucket: int,
         with_attention: bool = False,
-    ) -> list[torch.Tensor]:
-        """The same from the captured graphs of a bucket, ``with_attention`` inside them or not."""
+    ) -> list[torch.Tensor] | FallbackReason:
+        """The same from the captured graphs of a bucket, ``with_attention`` inside them or not.
+
+        Where they cannot serve, nothing has run that counts, and the reason is returned.
+        """
         assert self.graph is not None
         runtime = self.captured if with_attention else self.graph.runtime
         assert runtime is not None
@@ -91,6 +94,8 @@ class Variant:
             live[self.positions_index] = given[self.decoder.positions or ""]
         args = self.graph.arguments(rows.shape[0], live)
         results = runtime.run_at(args, bucket, self.graph.refresh)
+        if isinstance(results, FallbackReason):
+            return results
         # An input that comes back (the embeddings) may be in memory that the next forward reuses.
         found = self._packed(
             [given[x].clone() if isinstance(x, str) else results[x] for x in self.outputs]
@@ -182,7 +187,7 @@ def _breaks_at_attention_only(graph: DirectGraph) -> bool:
         for node in part.nodes:
             verdict = plan.verdicts[node]
             chosen = verdict.reason in CHOSEN and verdict.pure
-            attends = operator_name(node.target) == ATTENTION or short_name(node) in ALLOCATORS
+            attends = operator_name(node.target) == ATTENTION or torch_name(node) in ALLOCATORS
             if not chosen and not attends:
                 return False
     return True

@@ -40,17 +40,17 @@ class CapturedBatch:
     def __init__(self, pool: PagedKVPool, max_requests: int = MAX_CAPTURED_REQUESTS) -> None:
         self.max_requests = max_requests
         self._pool = pool
-        self._offsets = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
+        with torch.inference_mode(False):  # written inside and outside of it
+            self._offsets = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
         self._locations: torch.Tensor | None = None
         self._num_written = 0
 
     def allocate(self, max_tokens: int) -> None:
         """Make the slots, once. Raises ServingError for more than were made."""
         if self._locations is None:
-            size, device = (max_tokens,), self._pool.device
-            self._locations = torch.full(
-                size, self._pool.dummy_slot, dtype=torch.int64, device=device
-            )
+            size, slot, device = (max_tokens,), self._pool.dummy_slot, self._pool.device
+            with torch.inference_mode(False):
+                self._locations = torch.full(size, slot, dtype=torch.int64, device=device)
         if max_tokens > self._locations.shape[0]:
             raise ServingError(
                 f"this attention backend was captured for up to {self._locations.shape[0]} tokens "
@@ -58,7 +58,13 @@ class CapturedBatch:
             )
 
     def serves(self, ctx: ForwardContext) -> bool:
-        """Whether a forward is a few prompts, and reads nothing from the cache."""
+        """Whether a forward is a few prompts, reads nothing from the cache, and has all slots.
+
+        Without them the live backend says what is missing.
+        """
+        slots = ctx.write_locations
+        if slots is None or slots.shape != (ctx.num_tokens,):
+            return False
         return 0 < ctx.num_requests <= self.max_requests and not any(ctx.prefix_lens_host)
 
     def prepare(self, ctx: ForwardContext, bucket: int) -> None:
@@ -70,7 +76,7 @@ class CapturedBatch:
         offsets += [num_tokens] * (self.max_requests + 1 - len(offsets))
         offsets.append(bucket)  # Note [Padding is a request]
         pinned = self._offsets.device.type == "cuda"
-        host = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
+        host = torch.tensor(offsets, dtype=torch.int32, device="cpu", pin_memory=pinned)
         self._offsets.copy_(host, non_blocking=True)
         written = 0 if ctx.write_locations is None else num_tokens
         if ctx.write_locations is not None:

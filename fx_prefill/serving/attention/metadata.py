@@ -65,7 +65,8 @@ def visible(distance: torch.Tensor, left: int, right: int) -> torch.Tensor | Non
 def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
     """Lists of integers as int32 tensors, in one copy. See Note [Nothing waits]."""
     flat = [number for numbers in lists for number in numbers]
-    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"  # and on the CPU, also where the default device is another
+    host = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=pinned)
     moved = host.to(device, non_blocking=True)
     return list(moved.split([len(numbers) for numbers in lists]))
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     )
     from .serving.attention.op import attention
     from .serving.context import ForwardContext, ForwardMode, current_context, forward_context
+    from .serving.forwards import MultimodalInputs, PrefillOutput
     from .serving.kv_cache import PagedKVPool
-    from .serving.prefill_graph import MultimodalInputs, PrefillGraph, PrefillOutput
+    from .serving.prefill_graph import PrefillGraph
 
 __version__ = "0.1.0"
 
@@ -33,10 +34,10 @@ _EXPORTS = {
     "ForwardContext": ".serving.context",
     "ForwardMode": ".serving.context",
     "Options": ".options",
-    "MultimodalInputs": ".serving.prefill_graph",
+    "MultimodalInputs": ".serving.forwards",
     "PagedKVPool": ".serving.kv_cache",
     "PrefillGraph": ".serving.prefill_graph",
-    "PrefillOutput": ".serving.prefill_graph",
+    "PrefillOutput": ".serving.forwards",
     "attention": ".serving.attention.op",
     "compile": ".api",
     "current_context": ".serving.context",

@@ -431,8 +431,42 @@ def test_options_are_checked() -> None:
         PrefillGraph(PackedLM(), attention=backend, task="classify")
     with pytest.raises(ServingError, match="no attention backend 'no such'"):
         PrefillGraph(PackedLM(), attention="no such")
+    with pytest.raises(OptionError, match="at least 2 rows"):
+        PrefillGraph(PackedLM(), attention=backend, buckets=[1, 16])
+    with pytest.raises(ServingError, match="which is for transformers models"):
+        PrefillGraph(PackedLM(), attention=backend, aux_hidden={"draft": [1]})
     with pytest.raises(ServingError, match="a list of layers"):
         PrefillGraph(PackedLM(), attention=backend, aux_hidden={"draft": "last"})
+
+
+def test_another_autocast_state_runs_eagerly() -> None:
+    graph = made(max_tokens=32)
+    batch = Batch(pool_of(graph), [20])
+    ctx, ids = batch.context([20])
+    assert graph.can_run(ctx)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert graph.why_not(ctx) == str(Refusal.AUTOCAST)
+    assert graph.run(ctx, ids).replayed
+
+
+def test_a_forward_from_inside_a_break_runs_eagerly() -> None:
+    graph = made(max_tokens=32)
+    outer, inner = Batch(pool_of(graph), [20], 1), Batch(pool_of(graph), [10], 2)
+    inner_ctx, inner_ids = inner.context([10])
+    backend, seen = graph.attention, []
+
+    class Asks(PlainBackend):
+        def forward(self, q: Any, k: Any, v: Any, layer: Any, out: Any, ctx: Any) -> None:
+            if layer.index == 2 and ctx is not inner_ctx:
+                seen.append(graph.run(inner_ctx, inner_ids))
+            super().forward(q, k, v, layer, out, ctx)
+
+    asks = Asks(pool_of(graph))
+    inner_ctx.attention = backend
+    ctx, ids = outer.context([20], attention=asks)
+    assert_like_alone(graph, outer, graph.replay(ctx, ids), [20])
+    assert len(seen) == 1 and not seen[0].replayed
+    assert_like_alone(graph, inner, seen[0], [10])
 
 
 def test_kinds_are_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -127,6 +127,14 @@ def test_layers_of_a_transformers_model_as_auxiliary_states() -> None:
         torch.testing.assert_close(actual, expected[number][0], rtol=1e-4, atol=5e-5)
 
 
+def test_layers_that_are_not_there_are_named() -> None:
+    model = BY_NAME["llama"].whole("sdpa")
+    with pytest.raises(ServingError, match=r"name \[9\]; LlamaModel has 0 .* to 2"):
+        PrefillGraph(
+            model, attention="sdpa", pool=pool_of(model, None), aux_hidden={"draft": [0, 9]}
+        )
+
+
 @pytest.mark.parametrize(
     ("config", "more"),
     [

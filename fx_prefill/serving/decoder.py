@@ -39,6 +39,11 @@ class Decoder:
     batched: bool
     position_rows: int = 1
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(_child(self.module, LAYERS) or ())
+
     def position_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Shape of the positions of a forward."""
         return (num_tokens,) if self.position_rows == 1 else (self.position_rows, num_tokens)

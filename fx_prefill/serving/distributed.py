@@ -355,3 +355,24 @@ def _mixed_aux(aux: Sequence[str | None]) -> str | None:
         if mode != aux[0]:
             return f"rank 0 has aux-hidden mode {aux[0]!r} and rank {rank} has {mode!r}"
     return None
+
+
+def layer_inputs_of_any(ctx: ForwardContext, own: bool, rank: int) -> bool:
+    """Whether a rank brings inputs of single layers, which the others must know of.
+
+    ``own``: whether this one does. Raises ContextError where the others do not know.
+    """
+    if ctx.rank_layer_inputs is None:
+        if own:
+            raise ContextError(
+                f"rank {rank} brings inputs of single layers, so it cannot replay, and the other "
+                "ranks do not know; set rank_layer_inputs to what every rank brings, on all of them"
+            )
+        return False
+    if ctx.rank_layer_inputs[rank] != own:
+        raise ContextError(
+            f"rank_layer_inputs[{rank}] is {ctx.rank_layer_inputs[rank]} and this rank brings "
+            f"{'some' if own else 'none'}; required: what it brings, as the other ranks decide by "
+            "that entry"
+        )
+    return any(ctx.rank_layer_inputs)

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,11 @@ from .distributed import (
     capture_together,
     captures_collectives,
     do_together,
+    layer_inputs_of_any,
     rank_view,
     require_same,
 )
+from .forwards import MultimodalInputs, PrefillOutput
 from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
 from .published import Published
@@ -36,31 +38,6 @@ from .setup import never_replays, options_of
 from .variants import Variant, trace_variant, with_captured_attention
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MultimodalInputs:
-    """What a multimodal forward has beside embeddings that are merged already.
-
-    ``layer_inputs`` are inputs that single layers read (deepstack), by the name of the decoder's
-    parameter: such a forward runs eagerly.
-    """
-
-    layer_inputs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PrefillOutput:
-    """What a forward gave.
-
-    ``logits`` ``[rows, vocab]`` are None for a model without a head; ``hidden_states``
-    ``[num_tokens, hidden]``; ``aux_hidden_states`` as declared, real rows each.
-    """
-
-    logits: torch.Tensor | None
-    hidden_states: torch.Tensor
-    aux_hidden_states: tuple[torch.Tensor, ...]
-    replayed: bool
 
 
 class PrefillGraph:
@@ -110,6 +87,8 @@ class PrefillGraph:
         self._rules = Rules(never=never)
         self._restore: Callable[[], None] | None = None
         self._embeds: torch.Tensor | None = None
+        self._autocast: torch.dtype | None = None
+        self._replaying = False
         self._variants: dict[str | None, Variant] = {}
         if never in (Refusal.EMBEDDING, Refusal.ENCODER):
             return
@@ -172,6 +151,7 @@ class PrefillGraph:
 
     def _trace(self) -> None:
         require_live_attention(self.model)
+        self._autocast = self._autocast_now()
         for name, variant in self._variants.items():
             if variant.graph is None:
                 self._variants[name] = self._traced(variant)
@@ -247,14 +227,25 @@ class PrefillGraph:
                 return view.refusal
             num_tokens, aux_hidden = view.num_tokens, view.aux_hidden
             fewest = min(ctx.rank_num_tokens)
-            layer_inputs = _of_any_rank(ctx, layer_inputs, self._rank)
+            layer_inputs = layer_inputs_of_any(ctx, layer_inputs, self._rank)
         decision = self._rules.decide(
             ctx, num_tokens=num_tokens, aux_hidden=aux_hidden, layer_inputs=layer_inputs
         )
         one_row = fewest == 1 and isinstance(decision, int)  # on whichever rank
         if one_row and not self._variants[ctx.aux_hidden].takes_one_row:
             return Refusal.ONE_ROW
+        if isinstance(decision, int) and self._autocast_now() != self._autocast:
+            return Refusal.AUTOCAST
         return decision
+
+    def _autocast_now(self) -> torch.dtype | None:
+        """What autocast rounds to on the model's device; None while it is off."""
+        kind = self._device_type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @cached_property
+    def _device_type(self) -> str:
+        return self._device().type
 
     # --- forwards -------------------------------------------------------------------------------
 
@@ -367,8 +358,14 @@ class PrefillGraph:
     ) -> PrefillOutput:
         variant = self._variants[ctx.aux_hidden]
         inside = bucket in self._with_attention and self._serves_captured(ctx)
+        found: list[torch.Tensor] | FallbackReason = FallbackReason.REENTERED
         with torch.no_grad(), self._lock, self._published(ctx, bucket if inside else 0):
-            found = variant.replay(rows, self._positions(ctx), bucket, inside)
+            if not self._replaying:  # or a break of this very graph asks
+                self._replaying = True
+                try:
+                    found = variant.replay(rows, self._positions(ctx), bucket, inside)
+                finally:
+                    self._replaying = False
         if isinstance(found, FallbackReason):
             if not self.refusals[str(found)]:
                 log.warning("a forward that was captured runs eagerly: %s", found)
@@ -459,21 +456,3 @@ class PrefillGraph:
 
 def _keep(bucket: int) -> None:
     """A bucket that is not captured with its attention is captured without; nothing is given up."""
-
-
-def _of_any_rank(ctx: ForwardContext, own: bool, rank: int) -> bool:
-    """Whether a rank brings inputs of single layers, which the others must know of."""
-    if ctx.rank_layer_inputs is None:
-        if own:
-            raise ContextError(
-                f"rank {rank} brings inputs of single layers, so it cannot replay, and the other "
-                "ranks do not know; set rank_layer_inputs to what every rank brings, on all of them"
-            )
-        return False
-    if ctx.rank_layer_inputs[rank] != own:
-        raise ContextError(
-            f"rank_layer_inputs[{rank}] is {ctx.rank_layer_inputs[rank]} and this rank brings "
-            f"{'some' if own else 'none'}; required: what it brings, as the other ranks decide by "
-            "that entry"
-        )
-    return any(ctx.rank_layer_inputs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ServingError
+from ..errors import OptionError, ServingError
 from ..options import Options, parse_options
 from .decisions import Refusal
 
@@ -25,7 +25,13 @@ def options_of(
     else:
         given["max_tokens"] = max_tokens if chunk is None else min(max_tokens, chunk)
     given.setdefault("pin_weights", True)
-    return parse_options(given)
+    checked = parse_options(given)
+    if checked.ladder and checked.ladder[0] < 2:
+        raise OptionError(
+            f"the smallest bucket is {checked.ladder[0]}; required: at least 2 rows, as PyTorch "
+            "traces one row as a graph of its own (a forward of one row replays in a larger bucket)"
+        )
+    return checked
 
 
 def never_replays(model: nn.Module, task: str, enforce_eager: bool) -> Refusal | None:

@@ -47,6 +47,7 @@ class Variant:
         if isinstance(declared, Mapping):
             return Variant(decoder, dict(declared))
         if isinstance(declared, (list, tuple)) and all(isinstance(n, int) for n in declared):
+            _check_layers(decoder, declared)
             extra = {"output_hidden_states": True} if declared else {}
             return Variant(decoder, extra, tuple(declared))
         raise ServingError(
@@ -163,6 +164,22 @@ def with_captured_attention(variant: Variant, options: Options) -> Variant:
     )
     asked = replace(options, capture_attention=True)
     return replace(variant, captured=PrefillRuntime(compiled, asked, recorder=runtime.recorder))
+
+
+def _check_layers(decoder: Decoder, layers: Sequence[int]) -> None:
+    if layers and not decoder.batched:
+        raise ServingError(
+            f"auxiliary hidden states of {type(decoder.module).__name__} are declared as layers, "
+            f"{list(layers)}, which is for transformers models; required for a decoder of your "
+            "own: keyword arguments with which it returns (hidden, [aux, ...])"
+        )
+    num_layers = decoder.num_layers
+    wrong = [number for number in layers if not 0 <= number <= num_layers]
+    if wrong:
+        raise ServingError(
+            f"auxiliary hidden states name {wrong}; {type(decoder.module).__name__} has 0 (the "
+            f"embedding) to {num_layers} (after the last layer)"
+        )
 
 
 def _states(output: Any, layers: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

@@ -64,7 +64,8 @@ class CapturableBackend(AttentionBackend, Protocol):
     """A backend whose attention of some forwards may be inside the captured graphs.
 
     Captured kernels read nothing but device memory at addresses that do not change. What differs
-    between forwards is written there before each replay.
+    between forwards is written there before each replay: PrefillGraphs that run in several threads
+    need a backend each.
     """
 
     def allocate_captured(self, max_tokens: int) -> None:

@@ -61,7 +61,8 @@ class ForwardContext:
     ``rank_*`` say the same of every data-parallel rank, identically on all of them. ``aux_hidden``
     names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
     of a draft (1 to what the request brings, each). ``extra`` is the engine's own. ``attention``
-    is what :func:`fx_prefill.attention` runs; ``captured_bucket`` is set while it runs inside captured graphs of that many rows.
+    is what :func:`fx_prefill.attention` runs; ``captured_bucket`` is set while it runs inside
+    captured graphs of that many rows.
     """
 
     mode: ForwardMode

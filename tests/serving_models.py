@@ -27,7 +27,7 @@ class PlainBackend:
         assert ctx.page_table is not None
         pages = ctx.page_table.tolist()
         self.slots = [
-            torch.tensor(self.pool.slots(pages[i], 0, length))
+            torch.tensor(self.pool.slots(pages[i], 0, length), dtype=torch.int64)
             for i, length in enumerate(ctx.seq_lens_host)
         ]
 

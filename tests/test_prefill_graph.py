@@ -405,8 +405,8 @@ def test_a_forward_that_falls_back_reads_the_weights_of_now(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input_ids": None}, "give one of"),
-        ({"input_ids": torch.zeros(5, dtype=torch.int64)}, "required: \\[num_tokens, hidden\\]"),
+        ({"input_ids": None}, "got neither of input_ids and inputs_embeds"),
+        ({"input_ids": torch.zeros(5, dtype=torch.int64)}, "input_ids are \\[5\\]; required"),
         ({"positions": torch.zeros(3, 20, dtype=torch.int64)}, "needs \\(20,\\)"),
         ({"positions": None}, "needs \\(20,\\)"),
     ],

@@ -428,12 +428,20 @@ def test_names_that_are_built_in_or_taken_are_refused() -> None:
 
 
 def test_a_backend_of_ones_own_is_known_by_name() -> None:
+    class Own:
+        supports_capture = False
+        init_forward_metadata = forward = print
+
+        def __init__(self, pool: Any) -> None:
+            self.pool = pool
+
     name = "of_ones_own"
-    fx_prefill.register_attention_backend(name)(lambda pool: ("made with", pool))
-    assert make_attention_backend(name, 7) == ("made with", 7)
+    fx_prefill.register_attention_backend(name)(Own)
+    assert make_attention_backend(name, 7).pool == 7  # type: ignore[attr-defined]
     with pytest.raises(ServingError, match="registered already"):
         fx_prefill.register_attention_backend(name)(Pool)
-    assert make_attention_backend(Pool, None) is Pool
+    own = Own(8)
+    assert make_attention_backend(own, None) is own
 
 
 def test_backends_are_imported_when_asked_for() -> None:

@@ -40,7 +40,7 @@ def attend(num_tokens: int) -> torch.Tensor:
 
 
 def test_attention_without_a_context_says_so() -> None:
-    with pytest.raises(ContextError, match="there is none; run the model inside"):
+    with pytest.raises(ContextError, match="there is none; run the model through its"):
         attend(2)
 
 

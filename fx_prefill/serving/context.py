@@ -230,6 +230,10 @@ def forward_context(ctx: ForwardContext) -> Iterator[ForwardContext]:
     ctx.validate()
     token = _current.set(ctx)
     try:
+        if ctx.attention is not None and not hasattr(ctx.attention, "init_forward_metadata"):
+            raise ContextError(
+                f"ForwardContext.attention is {ctx.attention!r}; required: an attention backend"
+            )
         if ctx.captured_bucket:
             ctx.attention.prepare_captured(ctx, ctx.captured_bucket)  # type: ignore[union-attr]
         elif ctx.attention is not None:
@@ -244,8 +248,9 @@ def current_context() -> ForwardContext:
     ctx = _current.get()
     if ctx is None:
         raise ContextError(
-            "a break asked for the forward's context and there is none; run the model inside "
-            "`with fx_prefill.forward_context(ctx):`"
+            "a break asked for the forward's context and there is none; run the model through its "
+            "PrefillGraph, or inside `with fx_prefill.forward_context(ctx):` (PrefillGraph.close() "
+            "gives a transformers model its own attention back)"
         )
     return ctx
 

@@ -22,7 +22,7 @@ class Refusal(str, Enum):
     PADDING_RATIO = "the bucket is above max_padding_ratio"
     NOT_CAPTURED = "nothing is captured yet: call warmup() first"
     NONE_LEFT = "warmup() could capture no bucket: its log and report() say why"
-    AUX_HIDDEN = "these auxiliary hidden states were not declared when the graph was made"
+    AUX_HIDDEN = "these auxiliary hidden states were not declared: PrefillGraph(aux_hidden=...)"
     LAYER_INPUTS = "inputs of single layers (deepstack) are not part of the graph"
     AUTOCAST = "autocast is not as it was when the graph was captured"
     ONE_ROW = "one row, and breaks other than attention that would see a row of padding beside it"

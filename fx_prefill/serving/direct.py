@@ -100,12 +100,13 @@ def trace_directly(
     module: nn.Module,
     given: Mapping[str, Any],
     options: Options,
+    rows: str,
 ) -> tuple[DirectGraph, tuple[int | str, ...]]:
     """Trace ``call(**given)``, which returns a tuple of tensors, into one graph, running nothing.
 
-    ``given`` has rows of at least two tokens. Also returns where the tuple's entries are among the
-    results of the graph, by number, or among what is given, by name. Raises ServingError where
-    tracing gives anything but one graph that makes them all.
+    ``given`` has rows of at least two tokens, under the name ``rows``. Also returns where the
+    tuple's entries are among the results of the graph, by number, or among what is given, by name.
+    Raises ServingError where tracing gives anything but one graph that makes them all.
     """
     made: list[tuple[Any, list[Any], Sequence[Any]]] = []
 
@@ -133,6 +134,12 @@ def trace_directly(
     graph, args, results = made.pop()  # PyTorch keeps the backend, and with it this list
     if not isinstance(graph, PrefillRuntime):
         raise ServingError(f"{type(module).__name__} cannot be replayed: {graph.reason}")
+    wanted = given[rows].shape[:-1]
+    if any(tensor.shape[:-1] != wanted for tensor in result):
+        raise ServingError(
+            f"{type(module).__name__} returns hidden states {[list(x.shape) for x in result]} for "
+            f"rows {list(given[rows].shape)}; required: as many rows, in the same dimensions"
+        )
     place: dict[int, int | str] = {id(tensor): name for name, tensor in given.items()}
     place.update({id(tensor): index for index, tensor in enumerate(results)})
     if not all(id(tensor) in place for tensor in result):

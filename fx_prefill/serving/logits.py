@@ -25,9 +25,15 @@ def wanted_rows(
     """
     if asked is not None:
         return asked
+    if 0 in ctx.extend_lens_host:
+        raise ContextError(
+            f"extend_lens_host is {list(ctx.extend_lens_host)}, and a request that brings no row "
+            "has no logits; required: logits_rows=, or that request left out of the forward"
+        )
     if ctx.accept_lengths is not None:
         if ctx.extend_lens is None:
             raise ContextError("accept_lengths is set and extend_lens is not; required: both")
+        _check_accepted(ctx)
         starts = ctx.extend_lens.cumsum(0) - ctx.extend_lens
         return starts + ctx.accept_lengths - 1
     if ctx.logits_rows is not None:
@@ -35,6 +41,23 @@ def wanted_rows(
     if ctx.extend_lens is None:
         return torch.tensor(ctx.last_rows, device=hidden.device)
     return ctx.extend_lens.cumsum(0) - 1
+
+
+def _check_accepted(ctx: ForwardContext) -> None:
+    """Counts on a GPU are not looked at, as the host would wait: they are the engine's word."""
+    accepted, brought = ctx.accept_lengths, ctx.extend_lens
+    assert brought is not None
+    if not isinstance(accepted, torch.Tensor) or accepted.shape != brought.shape:
+        seen = list(accepted.shape) if isinstance(accepted, torch.Tensor) else accepted
+        raise ContextError(
+            f"accept_lengths is {seen}; required: a tensor [{ctx.num_requests}], a count for each "
+            "request"
+        )
+    if accepted.device.type == "cpu" and not bool(((accepted >= 1) & (accepted <= brought)).all()):
+        raise ContextError(
+            f"accept_lengths is {accepted.tolist()}; required: 1 to the rows that each request "
+            f"brings, {list(ctx.extend_lens_host)}"
+        )
 
 
 def checked_logits(model: nn.Module, decoder: Decoder) -> Logits | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,11 +31,12 @@ from .distributed import (
     rank_view,
     require_same,
 )
+from .fit import check_attention
 from .forwards import MultimodalInputs, PrefillOutput
 from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
 from .published import Published
-from .setup import never_replays, options_of
+from .setup import checked_model, declared_variants, never_replays, options_of
 from .variants import Variant, trace_variant, with_captured_attention
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class PrefillGraph:
         rank: int = 0,
         **options: Any,
     ) -> None:
-        self.model = model
+        self.model = checked_model(model)
         self.options: Options = options_of(max_tokens, buckets, chunked_prefill_size, options)
         self.attention = make_attention_backend(attention, pool)
         self.replays: Counter[str] = Counter()
@@ -96,9 +98,7 @@ class PrefillGraph:
         try:
             self.decoder: Decoder = find_decoder(model, decoder, embedding, head)
             self._logits = logits or checked_logits(model, self.decoder)
-            declared: dict[str | None, Any] = {None: ()}
-            declared.update(aux_hidden or {})
-            for name, what in declared.items():
+            for name, what in declared_variants(aux_hidden).items():
                 self._variants[name] = Variant.of(self.decoder, what)
         except BaseException:
             self.close()  # the model is as it was
@@ -107,7 +107,9 @@ class PrefillGraph:
 
     def _use_live_attention(self) -> None:
         if self._restore is None and is_hugging_face(self.model):
-            self._restore = use_live_attention(self.model)
+            # Also when nobody calls close(): the model is as it was once its graph is gone.
+            self._restore = weakref.finalize(self, use_live_attention(self.model))
+            self._restore.atexit = False
 
     # --- capture --------------------------------------------------------------------------------
 
@@ -158,6 +160,9 @@ class PrefillGraph:
 
     def _traced(self, variant: Variant) -> Variant:
         made = trace_variant(self.decoder, variant, self.options)
+        assert made.graph is not None
+        name, pool = type(self.decoder.module).__name__, getattr(self.attention, "pool", None)
+        check_attention(made.graph.runtime.compiled.plan, name, pool)
         if self.attention.supports_capture and self.options.capture_attention is not False:
             self.attention.allocate_captured(self.options.max_tokens)  # type: ignore[attr-defined]
             made = with_captured_attention(made, self.options)
@@ -289,6 +294,8 @@ class PrefillGraph:
         Arguments and result are those of :meth:`replay`.
         """
         self._require_decoder()
+        if ctx.num_tokens == 0:
+            raise ContextError("an idle forward has no rows to run; required: at least one request")
         decision = self._decide(ctx, multimodal)
         rows = self._rows(ctx, input_ids, inputs_embeds)
         if not isinstance(decision, int):
@@ -330,7 +337,14 @@ class PrefillGraph:
         inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
         if (input_ids is None) == (inputs_embeds is None):
-            raise ContextError("give one of input_ids and inputs_embeds")
+            seen = "neither" if input_ids is None else "both"
+            raise ContextError(f"got {seen} of input_ids and inputs_embeds; required: one of them")
+        ids_shape = None if input_ids is None else list(input_ids.shape)
+        if ids_shape not in (None, [ctx.num_tokens]):
+            raise ContextError(
+                f"input_ids are {ids_shape}; required: [{ctx.num_tokens}], the ids of all requests "
+                "one after the other"
+            )
         if inputs_embeds is not None:
             rows = inputs_embeds
         else:
@@ -338,8 +352,8 @@ class PrefillGraph:
                 rows = self.decoder.embedding(input_ids)
         if rows.dim() != 2 or rows.shape[0] != ctx.num_tokens:
             raise ContextError(
-                f"a forward of {ctx.num_tokens} tokens got embeddings {list(rows.shape)}; "
-                "required: [num_tokens, hidden], requests one after the other (ids: [num_tokens])"
+                f"inputs_embeds are {list(rows.shape)}; required: [num_tokens, hidden] with the "
+                f"{ctx.num_tokens} rows of all requests one after the other"
             )
         if rows.shape[1] != self._hidden_size:
             raise ContextError(
@@ -406,12 +420,14 @@ class PrefillGraph:
         if self.decoder.positions is None:
             return None
         wanted = self.decoder.position_shape(ctx.num_tokens)
-        seen = None if ctx.positions is None else tuple(ctx.positions.shape)
-        if seen != wanted:
+        given = ctx.positions
+        if not isinstance(given, torch.Tensor) or tuple(given.shape) != wanted:
+            seen = tuple(given.shape) if isinstance(given, torch.Tensor) else given
             raise ContextError(
-                f"ctx.positions has the shape {seen}; this model's decoder needs {wanted}"
+                f"ctx.positions is {seen}; this model's decoder needs {wanted}, a tensor, as "
+                "ForwardContext.from_lengths makes it (three rows for multimodal rotary embeddings)"
             )
-        return ctx.positions
+        return given
 
     def _output(
         self,

@@ -20,6 +20,10 @@ def options_of(
     Raises OptionError.
     """
     given = dict(options)
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 2):
+        raise OptionError(
+            f"chunked_prefill_size is {chunk!r}; accepted: a whole number of rows of at least 2"
+        )
     if buckets is not None:
         given["buckets"] = buckets
     else:
@@ -32,6 +36,26 @@ def options_of(
             "traces one row as a graph of its own (a forward of one row replays in a larger bucket)"
         )
     return checked
+
+
+def checked_model(model: Any) -> nn.Module:
+    """The model, if it is one that was not compiled yet. Raises ServingError."""
+    if isinstance(model, nn.Module) and not hasattr(model, "_orig_mod"):
+        return model
+    raise ServingError(
+        f"PrefillGraph got a {type(model).__name__}; required: the module itself, not compiled by "
+        "torch.compile or fx_prefill.compile: it is traced here"
+    )
+
+
+def declared_variants(aux_hidden: Any) -> dict[str | None, Any]:
+    """Declared sets of auxiliary hidden states by name, with that of none. Raises ServingError."""
+    if aux_hidden is not None and not isinstance(aux_hidden, Mapping):
+        raise ServingError(
+            f"aux_hidden is {aux_hidden!r}; accepted: a mapping of names to lists of layers, or to "
+            "keyword arguments of the decoder"
+        )
+    return {None: (), **(aux_hidden or {})}
 
 
 def never_replays(model: nn.Module, task: str, enforce_eager: bool) -> Refusal | None:

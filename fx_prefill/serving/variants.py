@@ -16,9 +16,9 @@ from ..graph.operators import operator_name, torch_name
 from ..options import Options
 from .decoder import Decoder
 from .direct import DirectGraph, trace_directly
+from .fit import ATTENTION
 
 SAMPLE_TOKENS = 24
-ATTENTION = "fx_prefill::attention"
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,14 @@ def trace_variant(decoder: Decoder, variant: Variant, options: Options) -> Varia
     given = decoder.arguments(rows, positions)
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     graph, outputs = trace_directly(
-        variant.call(), decoder.module, {**given, **variant.extra}, options
+        variant.call(), decoder.module, {**given, **variant.extra}, options, decoder.rows
     )
+    if variant.extra and not outputs[1:]:
+        raise ServingError(
+            f"{type(decoder.module).__name__} returns no auxiliary hidden states for "
+            f"{dict(variant.extra)}; required: (hidden, [aux, ...]), or, for a transformers model, "
+            "aux_hidden={name: [layers]}"
+        )
     places = graph.indices(tensors)
     if decoder.rows not in places:
         raise ServingError(f"{type(decoder.module).__name__} does not read {decoder.rows}")

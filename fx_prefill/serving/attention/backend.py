@@ -125,7 +125,7 @@ def register_attention_backend(name: str) -> Callable[[F], F]:
 def make_attention_backend(backend: Any, pool: Any) -> AttentionBackend:
     """A backend by name, or itself where one is given. Raises ServingError for unknown names."""
     if not isinstance(backend, str):
-        return backend
+        return _checked(backend)
     if backend not in _factories and backend in _BUILT_IN:
         import_module(_BUILT_IN[backend])
     if backend not in _factories:
@@ -134,4 +134,33 @@ def make_attention_backend(backend: Any, pool: Any) -> AttentionBackend:
             f"no attention backend {backend!r}; known: {known}. "
             "fx_prefill.register_attention_backend adds one"
         )
-    return _factories[backend](pool)
+    if pool is None:
+        raise ServingError(
+            f"the attention backend {backend!r} is made with a KV pool, and there is none: pass "
+            "pool="
+        )
+    if backend in _BUILT_IN and not all(hasattr(pool, name) for name in _OF_A_POOL):
+        raise ServingError(
+            f"the attention backend {backend!r} got a {type(pool).__name__}; required: a "
+            "PagedKVPool as pool="
+        )
+    return _checked(_factories[backend](pool))
+
+
+_OF_A_POOL = ("dtype", "device", "head_dim", "v_head_dim")
+_CAPTURABLE = ("allocate_captured", "serves_captured", "prepare_captured", "forward_captured")
+
+
+def _checked(backend: Any) -> AttentionBackend:
+    needed = ["init_forward_metadata", "forward", "supports_capture"]
+    if getattr(backend, "supports_capture", False):
+        needed += _CAPTURABLE
+    missing = [name for name in needed if not hasattr(backend, name)]
+    if missing or isinstance(backend, type):
+        seen = f"the class {backend.__name__}" if isinstance(backend, type) else repr(backend)
+        lacks = f", without {', '.join(missing)}" if missing else ""
+        raise ServingError(
+            f"attention is {seen}{lacks}; required: the name of a backend, or an object with "
+            f"{', '.join(needed)}"
+        )
+    return backend

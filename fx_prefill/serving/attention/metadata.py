@@ -74,10 +74,11 @@ def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[torc
 def write_locations(ctx: ForwardContext) -> torch.Tensor:
     """Slots of the real rows ``[num_tokens]`` (int64). Raises ContextError without them."""
     found = ctx.write_locations
-    if found is None or found.shape[0] != ctx.num_tokens:
+    if not isinstance(found, torch.Tensor) or list(found.shape) != [ctx.num_tokens]:
+        seen = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise ContextError(
-            f"write_locations is {None if found is None else list(found.shape)}; required: the "
-            f"cache slot of each of the {ctx.num_tokens} rows, as PagedKVPool.slots gives them"
+            f"write_locations is {seen}; required: an int64 tensor [{ctx.num_tokens}] of the cache "
+            "slots of all rows, made of what PagedKVPool.slots gives for each request"
         )
     return found.to(torch.int64)
 
@@ -85,9 +86,16 @@ def write_locations(ctx: ForwardContext) -> torch.Tensor:
 def page_table(ctx: ForwardContext, pool: PagedKVPool) -> torch.Tensor:
     """Pages of all requests (int64). Raises ContextError where some would be missing."""
     found, needed = ctx.page_table, pool.pages_for(max(ctx.seq_lens_host, default=0))
-    if found is None or found.shape[0] < ctx.num_requests or found.shape[1] < needed:
+    if (
+        not isinstance(found, torch.Tensor)
+        or found.dim() != 2
+        or found.is_floating_point()
+        or found.shape[0] != ctx.num_requests
+        or found.shape[1] < needed
+    ):
+        seen = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
         raise ContextError(
-            f"page_table is {None if found is None else list(found.shape)}; required: "
+            f"page_table is {seen}; required: "
             f"{ctx.num_requests} requests with up to {needed} pages of {pool.page_size} tokens, "
             "as PagedKVPool.page_table makes it"
         )

@@ -156,11 +156,7 @@ class ForwardContext:
     @property
     def last_rows(self) -> list[int]:
         """Row of the last token of each request, whose logits say what comes next."""
-        rows, start = [], 0
-        for length in self.extend_lens_host:
-            start += length
-            rows.append(start - 1)
-        return rows
+        return [end - 1 for end in itertools.accumulate(self.extend_lens_host)]
 
     def validate(self) -> None:
         """Raise ContextError where the fields contradict each other."""

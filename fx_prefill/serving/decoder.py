@@ -44,6 +44,16 @@ class Decoder:
         """Layers of the decoder."""
         return len(_child(self.module, LAYERS) or ())
 
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding is."""
+        return next(self.embedding.parameters()).device
+
+    def sample_rows(self, num_tokens: int) -> torch.Tensor:
+        """Embedded rows ``[num_tokens, hidden]`` of some token, to trace and to check with."""
+        with torch.no_grad():
+            return self.embedding(torch.zeros(num_tokens, dtype=torch.int64, device=self.device))
+
     def position_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Shape of the positions of a forward."""
         return (num_tokens,) if self.position_rows == 1 else (self.position_rows, num_tokens)

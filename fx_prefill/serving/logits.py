@@ -105,12 +105,9 @@ def _number(config: Any, name: str) -> float | None:
 
 
 def _sample(decoder: Decoder) -> torch.Tensor:
-    weight = next(decoder.embedding.parameters())
-    with torch.no_grad():
-        ids = torch.zeros(2, dtype=torch.int64, device=weight.device)
-        rows = decoder.embedding(ids)
-        steps = torch.arange(rows.numel(), device=weight.device) % 7 - 3
-        return steps.view_as(rows).to(rows.dtype)
+    rows = decoder.sample_rows(2)
+    steps = torch.arange(rows.numel(), device=rows.device) % 7 - 3
+    return steps.view_as(rows).to(rows.dtype)
 
 
 def _own_logits(model: Any, decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from ..execution.dispatch import FallbackReason
 from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
 from .attention.backend import AttentionBackend, make_attention_backend
-from .context import ForwardContext
+from .context import ForwardContext, forward_context
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
 from .direct import DirectGraph
@@ -35,7 +36,6 @@ from .fit import check_attention
 from .forwards import MultimodalInputs, PrefillOutput
 from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
-from .published import Published
 from .setup import checked_model, declared_variants, never_replays, options_of
 from .variants import Variant, trace_variant, with_captured_attention
 
@@ -182,7 +182,7 @@ class PrefillGraph:
         One made-up request of half the bucket, no row of which has a slot, is what captured kernels
         read meanwhile: the padding check finds real rows and padded ones.
         """
-        sample = ForwardContext.from_lengths([max(1, bucket // 2)], device=self._device())
+        sample = ForwardContext.from_lengths([max(1, bucket // 2)], device=self.decoder.device)
         with self._published(sample, bucket):
             for variant in self._variants.values():
                 variant.capture_attention(bucket)
@@ -190,9 +190,6 @@ class PrefillGraph:
     def _drop(self, bucket: int) -> None:
         for name in self._variants:
             self._graph(name).runtime.drop_bucket(bucket)
-
-    def _device(self) -> torch.device:
-        return next(self.decoder.embedding.parameters()).device
 
     def _rules_with(self, buckets: Sequence[int]) -> Rules:
         return Rules(
@@ -250,7 +247,7 @@ class PrefillGraph:
 
     @cached_property
     def _device_type(self) -> str:
-        return self._device().type
+        return self.decoder.device.type
 
     # --- forwards -------------------------------------------------------------------------------
 
@@ -269,9 +266,7 @@ class PrefillGraph:
 
     @cached_property
     def _hidden_size(self) -> int:
-        one = torch.zeros(1, dtype=torch.int64, device=self._device())
-        with torch.no_grad():
-            return int(self.decoder.embedding(one).shape[-1])
+        return int(self.decoder.sample_rows(1).shape[-1])
 
     def _require_decoder(self) -> None:
         if not self._variants:
@@ -411,10 +406,20 @@ class PrefillGraph:
         own = ctx.attention is None or ctx.attention is self.attention
         return own and self.attention.serves_captured(ctx)  # type: ignore[attr-defined]
 
-    def _published(self, ctx: ForwardContext, captured_bucket: int = 0) -> Published:
+    @contextmanager
+    def _published(self, ctx: ForwardContext, captured_bucket: int = 0) -> Iterator[None]:
         """The context, with what a break may change put back when the forward is over."""
-        attention = self.attention if ctx.attention is None else ctx.attention
-        return Published(ctx, attention, captured_bucket)
+        with (
+            ctx.pinned(
+                num_tokens=ctx.num_tokens,
+                rank_num_tokens=ctx.rank_num_tokens,
+                rank_num_requests=ctx.rank_num_requests,
+                attention=self.attention if ctx.attention is None else ctx.attention,
+                captured_bucket=captured_bucket,
+            ),
+            forward_context(ctx),
+        ):
+            yield
 
     def _positions(self, ctx: ForwardContext) -> torch.Tensor | None:
         if self.decoder.positions is None:

@@ -122,14 +122,11 @@ class Variant:
 
 def trace_variant(decoder: Decoder, variant: Variant, options: Options) -> Variant:
     """The variant with its graph. Raises ServingError where it cannot be replayed."""
-    weight = next(decoder.embedding.parameters())
-    with torch.no_grad():
-        ids = torch.zeros(SAMPLE_TOKENS, dtype=torch.int64, device=weight.device)
-        rows = torch.zeros_like(decoder.embedding(ids))
+    rows = torch.zeros_like(decoder.sample_rows(SAMPLE_TOKENS))
     positions = None
     if decoder.positions is not None:
         shape = decoder.position_shape(SAMPLE_TOKENS)
-        positions = torch.zeros(shape, dtype=torch.int64, device=weight.device)
+        positions = torch.zeros(shape, dtype=torch.int64, device=decoder.device)
     given = decoder.arguments(rows, positions)
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     graph, outputs = trace_directly(

@@ -8,27 +8,17 @@ real row sees them, and offsets need no other length. Their keys and values go t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from ...errors import ServingError
 from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
+from .packed import PackedBatch
 
 MAX_CAPTURED_REQUESTS = 8
 """Requests of a captured forward; a kernel looks at each, whether there is one or not."""
-
-
-@dataclass(frozen=True)
-class FixedBatch:
-    """The batch of a bucket, in memory that is written before each replay."""
-
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    max_q: int
-    max_k: int
-    write_locations: torch.Tensor
 
 
 class CapturedBatch:
@@ -70,9 +60,7 @@ class CapturedBatch:
     def prepare(self, ctx: ForwardContext, bucket: int) -> None:
         """Write a forward's offsets and slots; nothing waits for the device."""
         assert self._locations is not None, "allocate() comes first"
-        offsets, num_tokens = [0], ctx.num_tokens
-        for length in ctx.extend_lens_host:
-            offsets.append(offsets[-1] + length)
+        offsets, num_tokens = [0, *accumulate(ctx.extend_lens_host)], ctx.num_tokens
         offsets += [num_tokens] * (self.max_requests + 1 - len(offsets))
         offsets.append(bucket)  # Note [Padding is a request]
         pinned = self._offsets.device.type == "cuda"
@@ -85,10 +73,16 @@ class CapturedBatch:
             self._locations[written : self._num_written].fill_(self._pool.dummy_slot)
         self._num_written = written
 
-    def batch(self, num_rows: int) -> FixedBatch:
+    def batch(self, num_rows: int) -> PackedBatch:
         """What kernels of a bucket of ``num_rows`` read."""
         assert self._locations is not None, "allocate() comes first"
         longest = max(num_rows, 2)
-        return FixedBatch(
-            self._offsets, self._offsets, longest, longest, self._locations[:num_rows]
+        return PackedBatch(
+            write_locations=self._locations[:num_rows],
+            cu_q=self._offsets,
+            cu_k=self._offsets,
+            max_q=longest,
+            max_k=longest,
+            num_keys=num_rows,
+            slots=None,
         )

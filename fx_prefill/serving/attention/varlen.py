@@ -26,7 +26,7 @@ from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
 from .captured import MAX_CAPTURED_REQUESTS, CapturedBatch
-from .packed import pack, write_and_gather
+from .packed import PackedBatch, pack, write_and_gather
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -70,11 +70,8 @@ class VarlenAttention:
         Raises ServingError for soft caps, sinks, and rows of another dtype than the pool's.
         """
         batch = self._batches.of(ctx)
-        if batch is None:
-            return
-        self._check(layer, q)
-        k, v = write_and_gather(self.pool, batch, layer.index, k, v)
-        self._run(q, k, v, layer, out, batch)
+        if batch is not None:
+            self._run(q, k, v, layer, out, batch)
 
     def _run(
         self,
@@ -83,8 +80,10 @@ class VarlenAttention:
         v: torch.Tensor,
         layer: AttentionLayer,
         out: torch.Tensor,
-        batch: Any,
+        batch: PackedBatch,
     ) -> None:
+        self._check(layer, q)
+        k, v = write_and_gather(self.pool, batch, layer.index, k, v)
         left, right = metadata.window_size(layer)
         self._attend(
             out,
@@ -135,10 +134,7 @@ class VarlenAttention:
         out: torch.Tensor,
     ) -> None:
         """See :class:`CapturableBackend`."""
-        self._check(layer, q)
-        batch = self._captured.batch(q.shape[0])
-        self.pool.write(layer.index, batch.write_locations, k, v)
-        self._run(q, k, v, layer, out, batch)
+        self._run(q, k, v, layer, out, self._captured.batch(q.shape[0]))
 
 
 def _kernel() -> Callable[..., Any]:

@@ -412,7 +412,7 @@ def test_nccl_is_captured(name: str, tmp_path: Path) -> None:
             assert_same(model(x), model.forward(x), f"{n} tokens")
         report = compiled.report()
         assert_captured(report, "all_reduce", "wait_tensor")
-        assert sum(graph.replays for graph in report.graphs) > 0, str(report)
+        assert any(graph.replays for graph in report.graphs), str(report)
     finally:
         dist.destroy_process_group()
 

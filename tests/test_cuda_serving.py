@@ -10,6 +10,7 @@ from serving_models import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, Batch, PackedLM, p
 
 from fx_prefill import PagedKVPool, PrefillGraph
 from fx_prefill.errors import ServingError
+from fx_prefill.serving.attention.upload import HALF, Uploads
 
 pytestmark = [
     pytest.mark.cuda,
@@ -135,3 +136,20 @@ def test_decode_graphs_of_the_engine_live_beside_it() -> None:
 def test_varlen_says_what_it_needs() -> None:
     with pytest.raises(ServingError, match="required: a CUDA pool of bfloat16"):
         PrefillGraph(PackedLM().cuda(), attention="varlen", pool=pool_on_gpu(torch.float32))
+
+
+def test_uploads_that_the_device_has_not_reached_keep_their_numbers() -> None:
+    target = torch.zeros(3, dtype=torch.int32, device="cuda")
+    upload, seen = Uploads(target), []
+    torch.cuda._sleep(int(2e8))
+    for number in range(5 * HALF):
+        upload([number, number + 1, number + 2])
+        seen.append(target.clone())
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        other.wait_stream(torch.cuda.default_stream())
+        for number in range(5 * HALF, 6 * HALF):
+            upload([number, number + 1, number + 2])
+            seen.append(target.clone())
+    torch.cuda.synchronize()
+    assert [x.tolist() for x in seen] == [[n, n + 1, n + 2] for n in range(6 * HALF)]

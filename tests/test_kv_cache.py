@@ -119,6 +119,20 @@ def test_rows_are_read_where_they_were_written(layout: str, page_size: int) -> N
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("v_head_dim", [8, 3])
+def test_gathered_rows_are_those_that_are_read(layout: str, v_head_dim: int) -> None:
+    pool = make_pool(layout=layout, v_head_dim=v_head_dim)
+    for held in (*pool.keys, *pool.values):
+        held.normal_()
+    slots = torch.tensor(pool.slots([5, 2, 4], 0, 11))
+    index = pool.gather_index(slots)
+    for layer in range(pool.num_layers):
+        gathered, read = pool.gather(layer, index), pool.read(layer, slots)
+        assert all(torch.equal(x, y) for x, y in zip(gathered, read, strict=True))
+        assert all(x.is_contiguous() for x in gathered)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_rows_are_kept_in_the_dtype_of_the_pool(layout: str) -> None:
     pool = make_pool(layout=layout, dtype=torch.bfloat16)
     k = torch.randn(2, 2, 8)

@@ -114,7 +114,7 @@ class BoundCall:
         self._foreign: list[tuple[int, Any]] = []
         self._fill_template()
         self._copies_in = self._bind_inputs()
-        self._settled = self._bind_tails()
+        self._settlers = self._bind_tails()
         self._steps = [self._bind(part) for part in wiring.compiled.partitions]
         self._first = wiring.compiled.steps_before_confirming
         self._copy_out = CopyOut()
@@ -134,10 +134,9 @@ class BoundCall:
             for position, expr in self._foreign:
                 frame[position] = evaluate_scalar(expr, values)
         count = self._num_tokens
-        for slot, view, axis, outer in self._settled:
-            slot.settle(view, axis, outer, count)  # type: ignore[arg-type]
-        if self._wiring.buffers.padding is not None and count is not None:
-            self._wiring.buffers.padding.set(count)
+        if count is not None:
+            for settle in self._settlers:
+                settle(count)
         for write, index in self._copies_in:
             write(args[index])
         if confirm is None:
@@ -167,17 +166,19 @@ class BoundCall:
             if role == INPUT
         ]
 
-    def _bind_tails(self) -> list[tuple[SlotMemory, torch.Tensor, TokenAxis, int]]:
-        settled: list[tuple[SlotMemory, torch.Tensor, TokenAxis, int]] = []
-        for role, node in self._wiring.buffers.values:
+    def _bind_tails(self) -> list[Callable[[int], None]]:
+        """What makes the rows past a token count safe, given the count."""
+        buffers = self._wiring.buffers
+        settlers: dict[SlotMemory, Callable[[int], None]] = {}
+        for role, node in buffers.values:
             axis = self._plan.state(node)
             if role == RESULT or not isinstance(axis, TokenAxis) or self._num_tokens is None:
                 continue
-            slot = self._wiring.buffers.slot(role, node)
-            if all(slot is not other for other, *_ in settled):
-                view = self._wiring.views[(role, node)]
-                settled.append((slot, view, axis, outer_count(axis, self._real)))
-        return settled
+            slot, view = buffers.slot(role, node), self._wiring.views[(role, node)]
+            if slot not in settlers:
+                settlers[slot] = slot.settler(view, axis, outer_count(axis, self._real))
+        padding = [] if buffers.padding is None else [buffers.padding.set]
+        return [*settlers.values(), *padding]
 
     def _fill_template(self) -> None:
         """Positions whose value does not change while the count stays the same."""

@@ -12,7 +12,7 @@ call: every operator that PyTorch runs costs the host a microsecond or more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,8 +70,13 @@ class BreakBody:
         return rows.view(sizes)
 
 
-def break_body(part: Partition, wanted: Sequence[int]) -> BreakBody:
-    """The body of a break, with those of the ``wanted`` results given that can be."""
+def break_body(
+    part: Partition, wanted: Sequence[int], bodies: Mapping[str, Callable[..., Any]] = PYTHON_BODIES
+) -> BreakBody:
+    """The body of a break, with those of the ``wanted`` results given that can be.
+
+    ``bodies`` are called in place of the operators with their names.
+    """
     direct, allocations = [], []
     for index in wanted:
         node = _allocation(part.outputs[index], part)
@@ -83,7 +88,7 @@ def break_body(part: Partition, wanted: Sequence[int]) -> BreakBody:
     graph.output(graph.graph_copy(part.module.graph, env))
     last = [node for node in graph.nodes if node.op == "placeholder"]
     num_inputs = len(last)
-    copies = _copies(part)
+    copies = copies_of(part)
     for position, node in enumerate(allocations):
         old = env[copies[node]]
         with graph.inserting_after(last[-1]) if last else graph.inserting_before():
@@ -92,7 +97,7 @@ def break_body(part: Partition, wanted: Sequence[int]) -> BreakBody:
         graph.erase_node(old)
     for node in graph.nodes:
         if node.op == "call_function":
-            node.target = PYTHON_BODIES.get(operator_name(node.target), node.target)
+            node.target = bodies.get(operator_name(node.target), node.target)
     graph.lint()
     module = fx.GraphModule(part.module, graph, "Break")
     views, rest = _split_views(module, num_inputs)
@@ -106,7 +111,7 @@ def _split_views(
     nodes = list(module.graph.nodes)
     early = set(nodes[:num_inputs])
     for node in nodes[num_inputs:]:
-        if _is_view(node) and all(given in early for given in node.all_input_nodes):
+        if is_view(node) and all(given in early for given in node.all_input_nodes):
             early.add(node)
     if len(early) == num_inputs:
         return None, None
@@ -126,7 +131,7 @@ def _split_views(
     return forwards[0], forwards[1]
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at the memory of its inputs, whatever their layout."""
     if node.op not in ("call_function", "call_method") or torch_name(node) not in VIEWS:
         return False
@@ -137,7 +142,7 @@ def _is_view(node: fx.Node) -> bool:
     return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)
 
 
-def _copies(part: Partition) -> dict[fx.Node, fx.Node]:
+def copies_of(part: Partition) -> dict[fx.Node, fx.Node]:
     """Nodes of the whole graph to their copies in the partition's own module."""
     calls = [
         node

@@ -157,8 +157,8 @@ class SlotMemory:
         sizes, strides = layout_at(value, bindings)
         return self.flat.as_strided(sizes, strides)
 
-    def settle(self, view: torch.Tensor, axis: TokenAxis, outer: int, num_tokens: int) -> None:
-        """Zero the rows from ``num_tokens`` that an earlier, longer forward wrote.
+    def settler(self, view: torch.Tensor, axis: TokenAxis, outer: int) -> Callable[[int], None]:
+        """Zeroes the rows from a token count on that an earlier, longer forward wrote.
 
         ``view`` is the slot at the current bucket. Where rows lie one after the other from the
         buffer's start, a row has one address in all buckets and the mark holds across them;
@@ -166,14 +166,18 @@ class SlotMemory:
         """
         bucket = view.shape[axis.dim] // outer
         leading = all(size == 1 for size in view.shape[: axis.dim]) and outer == 1
-        if not leading and self._view is not view:
-            self._high = bucket
-        self._view = view
-        dirty = min(self._high, bucket)
-        if dirty > num_tokens:
-            rows(view, axis, outer, num_tokens, dirty).zero_()
-        if self._high <= bucket:
-            self._high = num_tokens
+
+        def settle(num_tokens: int) -> None:
+            if not leading and self._view is not view:
+                self._high = bucket
+            self._view = view
+            dirty = min(self._high, bucket)
+            if dirty > num_tokens:
+                rows(view, axis, outer, num_tokens, dirty).zero_()
+            if self._high <= bucket:
+                self._high = num_tokens
+
+        return settle
 
 
 def rows(view: torch.Tensor, axis: TokenAxis, outer: int, start: int, stop: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,8 +25,9 @@ from ..graph.operators import operator_name
 from ..graph.partition import Partition, PartitionPlan
 from ..graph.symbols import Bindings, expr_of, is_scalar
 from ..options import Options
-from .breaks import BreakBody, break_body
+from .breaks import PYTHON_BODIES, BreakBody, break_body
 from .inductor import compile_standalone
+from .prologue import Placed, Prologue, place_prologues
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class CompiledSegment:
 class CompiledPlan:
     """A plan whose segments can run; ``demoted`` says why a planned segment runs eagerly.
 
-    ``causal`` are the breaks that may be captured with the segments around them.
+    ``causal`` are the breaks that may be captured with the segments around them, ``prologues`` the
+    operators whose first part may be, by name.
     """
 
     plan: PartitionPlan
@@ -72,13 +74,20 @@ class CompiledPlan:
     segments: dict[int, CompiledSegment]
     demoted: dict[int, str]
     causal: frozenset[int] = frozenset()
+    prologues: Mapping[str, Prologue] = field(default_factory=dict)
     bodies: dict[int, BreakBody] = field(default_factory=dict)
 
     def break_body(self, part: Partition, direct: Sequence[int]) -> BreakBody:
         """The body of a break; ``direct`` are results that may be made in their handoffs."""
         if part.index not in self.bodies:
-            self.bodies[part.index] = break_body(part, direct)
+            rest = {name: p.rest for name, p in self.prologues.items()} if self.placed else {}
+            self.bodies[part.index] = break_body(part, direct, {**PYTHON_BODIES, **rest})
         return self.bodies[part.index]
+
+    @cached_property
+    def placed(self) -> dict[int, list[Placed]]:
+        """The prologues that are captured, by the index of the segment they come behind."""
+        return place_prologues(self.plan, self.partitions, self.prologues)
 
     @cached_property
     def needs_padding(self) -> bool:

@@ -12,10 +12,10 @@ import logging
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -30,6 +30,7 @@ from .captures import NEVER_HIDDEN, Captures, Key
 from .compile import CompiledPlan
 from .programs import Batch, BatchKeys
 from .progress import progress
+from .prologue import Prologue
 from .replay import BucketProgram
 from .weights import Weights
 
@@ -128,6 +129,7 @@ class PrefillRuntime:
         self._unusable: dict[Key, FallbackReason] = {}
         self._guards: dict[Any, Any] = {}
         self._claims: dict[tuple[tuple[int, ...], int | None], bool] = {}
+        self._known: dict[tuple[int, int | None], Key] = {}
         self._guard_symbols: frozenset[Any] | None = None
         self._lock = threading.RLock()
         self._running = False
@@ -159,11 +161,27 @@ class PrefillRuntime:
                 return self._refuse(FallbackReason.REENTERED, args)
             self._running = True
             try:
-                return self._run(args, bucket, refresh)
+                return self._run_known(args, bucket, refresh)
             except Outdated:
                 return self._refuse(FallbackReason.MODULE_REPLACED, args)
             finally:
                 self._running = False
+
+    def _run_known(
+        self, args: list[Any], bucket: int, refresh: Callable[[list[Any]], list[Any]]
+    ) -> Any:
+        """A call of sizes seen before goes straight to its program.
+
+        Nothing that was decided then can be otherwise now, but what is looked at here: calls of
+        :meth:`run_at` differ in their token count, weights and tensors only.
+        """
+        num_tokens = self._num_tokens(args)
+        key = self._known.get((bucket, num_tokens))
+        program = None if key is None else self._captures.programs.get(key)
+        if program is None or not self._weights.held or self.recorder.is_capturing():
+            return self._run(args, bucket, refresh)
+        assert key is not None
+        return self._replay(program, key, args, num_tokens, bucket, refresh, late=True)
 
     def capture_bucket(self, args: list[Any], bucket: int) -> bool:
         """Capture one bucket; whether it is ready to replay.
@@ -179,6 +197,16 @@ class PrefillRuntime:
                 return False
             self._make_room(key[1])
             return key in self._captures.programs or self._capture(key, args) is not None
+
+    def capture_prologues(self, prologues: Mapping[str, Prologue]) -> None:
+        """Capture first parts of breaks with the segments before them; before any bucket is."""
+        self._captures.compiled = replace(self._captures.compiled, prologues=prologues)
+
+    def has_prologues(self, bucket: int) -> bool:
+        """Whether that is so in the bucket, which is captured."""
+        programs = self._captures.programs.items()
+        found = [program for key, program in programs if key[0] == bucket]
+        return bool(found) and all(program.has_prologues for program in found)
 
     def drop_bucket(self, bucket: int) -> None:
         """Give up what a bucket captured and do not capture it again."""
@@ -211,6 +239,21 @@ class PrefillRuntime:
         program = self._program(decision, args)
         if isinstance(program, FallbackReason):
             return fall_back(program, args)
+        if bucket is not None and len(self._known) < MAX_KNOWN_GUARDS:
+            self._known[(bucket, num_tokens)] = decision
+        return self._replay(program, decision, args, num_tokens, bucket, refresh, late)
+
+    def _replay(
+        self,
+        program: BucketProgram,
+        key: Key,
+        args: list[Any],
+        num_tokens: int | None,
+        bucket: int | None,
+        refresh: Callable[[list[Any]], list[Any]],
+        late: bool,
+    ) -> Any:
+        """Run a program, ``late``: its weights are looked at when the device has work."""
         confirm = (lambda: self._weights.in_place(refresh(args))) if late else None
         try:
             result = program.run(args, num_tokens, confirm)
@@ -222,7 +265,7 @@ class PrefillRuntime:
         if result is MOVED:
             self._weights.let_go()
             return self._run(args, bucket, refresh)
-        self._count(decision[0], num_tokens)
+        self._count(key[0], num_tokens)
         return result
 
     def _count(self, bucket: int | None, num_tokens: int | None) -> None:

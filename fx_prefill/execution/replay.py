@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
+import torch
 
 from ..graph.extract import Source, SourceKind
 from ..graph.partition import Partition
@@ -63,6 +64,11 @@ class BucketProgram:
         self._order = recorder.order
         self._bound: OrderedDict[int | None, BoundCall] = OrderedDict()
 
+    @property
+    def has_prologues(self) -> bool:
+        """Whether first parts of breaks are in its recordings."""
+        return bool(self._compiled.placed)
+
     def run(
         self,
         args: Sequence[Any],
@@ -112,7 +118,24 @@ class BucketProgram:
         if segment.number in self._warm:
             bound = BoundSegment(bound.run, warm_up=nothing_new)
         self._warm.add(segment.number)
+        bound = self._with_prologues(part, bound)
         return recorder.record(bound, inputs, outputs)
+
+    def _with_prologues(self, part: Partition, bound: BoundSegment) -> BoundSegment:
+        """The segment, and behind it the first parts of breaks that read what it makes."""
+        placed = self._compiled.placed.get(part.index, ())
+        if not placed:
+            return bound
+        bindings, views = self._bindings, self._views
+
+        def run(*inputs: Any) -> Sequence[torch.Tensor]:
+            results = bound.run(*inputs)
+            made = dict(zip(part.outputs, results, strict=True))
+            for prologue in placed:
+                prologue.on(lambda node: made.get(node, views.get((RESULT, node))), bindings)  # type: ignore[arg-type,return-value]
+            return results
+
+        return BoundSegment(run, warm_up=bound.warm_up if bound.warm_up is nothing_new else run)
 
     def _segment_input(self, source: Source, static: Sequence[Any]) -> Any:
         if source.kind is SourceKind.PADDING:

@@ -9,8 +9,7 @@ whatever they set on it for their own time is put back, also when they raise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,7 +61,7 @@ class ForwardContext:
     names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
     of a draft (1 to what the request brings, each). ``extra`` is the engine's own. ``attention``
     is what :func:`fx_prefill.attention` runs; ``captured_bucket`` is set while it runs inside
-    captured graphs of that many rows.
+    captured graphs of that many rows, ``writes_captured`` while they write its rows to the cache.
     """
 
     mode: ForwardMode
@@ -88,6 +87,7 @@ class ForwardContext:
     accept_lengths: torch.Tensor | None = None
     attention: AttentionBackend | None = None
     captured_bucket: int = 0
+    writes_captured: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -198,45 +198,76 @@ class ForwardContext:
                 "for each that decodes"
             )
 
-    @contextmanager
-    def pinned(self, **fields: Any) -> Iterator[None]:
+    def pinned(self, **fields: Any) -> Pinned:
         """Fields at other values for the time of a block; put back when it ends or raises."""
-        before = {name: getattr(self, name) for name in fields}
-        try:
-            for name, value in fields.items():
-                setattr(self, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+        return Pinned(self, fields)
+
+
+class Pinned:
+    """What :meth:`ForwardContext.pinned` returns; a class, as generators cost more at each call."""
+
+    __slots__ = ("_before", "_ctx", "_fields")
+
+    def __init__(self, ctx: ForwardContext, fields: dict[str, Any]) -> None:
+        self._ctx, self._fields = ctx, fields
+
+    def __enter__(self) -> None:
+        ctx = self._ctx
+        self._before = {name: getattr(ctx, name) for name in self._fields}
+        for name, value in self._fields.items():
+            setattr(ctx, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value in self._before.items():
+            setattr(self._ctx, name, value)
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("fx_prefill_forward", default=None)
 
 
-@contextmanager
-def forward_context(ctx: ForwardContext) -> Iterator[ForwardContext]:
+class forward_context:
     """Publish a context to the breaks of the forwards inside; the outer one is back afterwards.
 
-    Per thread and per asynchronous task. Its attention backend is told of it first. Raises
-    ContextError where its fields contradict each other.
+    Per thread and per asynchronous task. Its attention backend is told of it first. ``fields`` are
+    pinned meanwhile. Raises ContextError where its fields contradict each other.
     """
-    if not isinstance(ctx, ForwardContext):
-        raise ContextError(f"expected a ForwardContext, got {type(ctx).__name__}")
-    ctx.validate()
-    token = _current.set(ctx)
-    try:
-        if ctx.attention is not None and not hasattr(ctx.attention, "init_forward_metadata"):
-            raise ContextError(
-                f"ForwardContext.attention is {ctx.attention!r}; required: an attention backend"
-            )
-        if ctx.captured_bucket:
-            ctx.attention.prepare_captured(ctx, ctx.captured_bucket)  # type: ignore[union-attr]
-        elif ctx.attention is not None:
-            ctx.attention.init_forward_metadata(ctx)
-        yield ctx
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_ctx", "_pinned", "_token")
+
+    def __init__(self, ctx: ForwardContext, **fields: Any) -> None:
+        if not isinstance(ctx, ForwardContext):
+            raise ContextError(f"expected a ForwardContext, got {type(ctx).__name__}")
+        self._ctx, self._pinned = ctx, Pinned(ctx, fields)
+
+    def __enter__(self) -> ForwardContext:
+        ctx = self._ctx
+        self._pinned.__enter__()
+        self._token = _current.set(ctx)
+        try:
+            ctx.validate()
+            _tell_backend(ctx)
+        except BaseException:
+            self.__exit__()
+            raise
+        return ctx
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self._token)
+        self._pinned.__exit__()
+
+
+def _tell_backend(ctx: ForwardContext) -> None:
+    backend: Any = ctx.attention
+    if backend is None:
+        return
+    if not hasattr(backend, "init_forward_metadata"):
+        raise ContextError(
+            f"ForwardContext.attention is {backend!r}; required: an attention backend"
+        )
+    if ctx.captured_bucket:
+        backend.prepare_captured(ctx, ctx.captured_bucket)
+    else:
+        backend.init_forward_metadata(ctx)
 
 
 def current_context() -> ForwardContext:

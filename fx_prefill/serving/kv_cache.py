@@ -56,20 +56,29 @@ class PagedKVPool:
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.dtype, self.device, self.layout = dtype, torch.device(device), layout
         with torch.inference_mode(False), torch.no_grad():  # written inside and outside of it
-            self.keys = [self._layer(head_dim) for _ in range(num_layers)]
-            self.values = [self._layer(self.v_head_dim) for _ in range(num_layers)]
+            layers = [self._layer() for _ in range(num_layers)]
+            self.keys = [keys for keys, _, _ in layers]
+            self.values = [values for _, values, _ in layers]
             # Made once: a view costs as much host time as the launch of the write.
             pairs = zip(self.keys, self.values, strict=True)
             self._rows = [(self._by_row(k), self._by_row(v)) for k, v in pairs]
+            self._both = [None if both is None else self._by_row(both) for *_, both in layers]
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._users = [0] * num_pages
 
-    def _layer(self, width: int) -> torch.Tensor:
+    def _layer(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys, values, and, where they are of one width, the memory of both, keys first."""
+        if self.head_dim == self.v_head_dim:
+            both = self._pages(2 * self.num_pages, self.head_dim)
+            return both[: self.num_pages], both[self.num_pages :], both
+        keys, values = (self._pages(self.num_pages, w) for w in (self.head_dim, self.v_head_dim))
+        return keys, values, None
+
+    def _pages(self, num_pages: int, width: int) -> torch.Tensor:
         inner = (self.page_size, self.num_kv_heads)
         if self.layout == "HND":
             inner = inner[::-1]
-        shape = (self.num_pages, *inner, width)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return torch.zeros((num_pages, *inner, width), dtype=self.dtype, device=self.device)
 
     def _by_row(self, held: torch.Tensor) -> torch.Tensor:
         """``[num_slots, heads, width]``; ``[num_pages, page_size, heads, width]`` for HND, whose
@@ -169,6 +178,22 @@ class PagedKVPool:
         if isinstance(index, tuple):
             return keys[index], values[index]
         return keys.index_select(0, index), values.index_select(0, index)
+
+    def gather_index(self, locations: torch.Tensor) -> torch.Tensor:
+        """What :meth:`gather` takes to read slots ``[num]``: the same for all layers."""
+        if self._both[0] is None:
+            return locations
+        return torch.cat([locations, locations + self.num_pages * self.page_size])
+
+    def gather(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`read`, in half the launches, with an index that serves all layers."""
+        both = self._both[layer]
+        if both is None:
+            return self.read(layer, index)
+        where = self._index(index)
+        rows = both[where] if isinstance(where, tuple) else both.index_select(0, where)
+        keys, values = rows.chunk(2)
+        return keys, values
 
     def _index(self, locations: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.layout == "NHD":

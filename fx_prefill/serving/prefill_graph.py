@@ -6,8 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,8 @@ from ..errors import CaptureError, ContextError, FallbackError, ServingError
 from ..execution.dispatch import FallbackReason
 from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
-from .attention.backend import AttentionBackend, make_attention_backend
+from .attention.backend import AttentionBackend, make_attention_backend, writes_in_graphs
+from .attention.op import captured_writes
 from .context import ForwardContext, forward_context
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
@@ -126,6 +126,7 @@ class PrefillGraph:
         do_together("trace the model", self._trace, self._group)
         strict = self._forbid_falling_back_alone() or self.options.strict
         with torch.no_grad(), self._lock:
+            self._prepare_writes(None)
             captured = capture_together(
                 self.options.ladder, self._capture, self._drop, self._group, strict=strict
             )
@@ -163,6 +164,10 @@ class PrefillGraph:
         assert made.graph is not None
         name, pool = type(self.decoder.module).__name__, getattr(self.attention, "pool", None)
         check_attention(made.graph.runtime.compiled.plan, name, pool)
+        if writes_in_graphs(self.attention):
+            backend: Any = self.attention
+            backend.allocate_writes(self.options.max_tokens)
+            made.graph.runtime.capture_prologues(captured_writes(backend))
         if self.attention.supports_capture and self.options.capture_attention is not False:
             self.attention.allocate_captured(self.options.max_tokens)  # type: ignore[attr-defined]
             made = with_captured_attention(made, self.options)
@@ -367,11 +372,16 @@ class PrefillGraph:
     ) -> PrefillOutput:
         variant = self._variants[ctx.aux_hidden]
         inside = bucket in self._with_attention and self._serves_captured(ctx)
+        own = ctx.attention is None or ctx.attention is self.attention
+        written = own and not inside and self._graph(ctx.aux_hidden).runtime.has_prologues(bucket)
+        published = self._published(ctx, bucket if inside else 0, written)
         found: list[torch.Tensor] | FallbackReason = FallbackReason.REENTERED
-        with torch.no_grad(), self._lock, self._published(ctx, bucket if inside else 0):
+        with torch.no_grad(), self._lock, published:
             if not self._replaying:  # or a break of this very graph asks
                 self._replaying = True
                 try:
+                    if not inside:
+                        self._prepare_writes(ctx if own else None)
                     found = variant.replay(rows, self._positions(ctx), bucket, inside)
                 finally:
                     self._replaying = False
@@ -406,20 +416,24 @@ class PrefillGraph:
         own = ctx.attention is None or ctx.attention is self.attention
         return own and self.attention.serves_captured(ctx)  # type: ignore[attr-defined]
 
-    @contextmanager
-    def _published(self, ctx: ForwardContext, captured_bucket: int = 0) -> Iterator[None]:
+    def _prepare_writes(self, ctx: ForwardContext | None) -> None:
+        """Say where captured writes go: also where none is wanted, as the last slots are there."""
+        if writes_in_graphs(self.attention):
+            self.attention.prepare_writes(ctx)  # type: ignore[attr-defined]
+
+    def _published(
+        self, ctx: ForwardContext, captured_bucket: int = 0, writes_captured: bool = False
+    ) -> forward_context:
         """The context, with what a break may change put back when the forward is over."""
-        with (
-            ctx.pinned(
-                num_tokens=ctx.num_tokens,
-                rank_num_tokens=ctx.rank_num_tokens,
-                rank_num_requests=ctx.rank_num_requests,
-                attention=self.attention if ctx.attention is None else ctx.attention,
-                captured_bucket=captured_bucket,
-            ),
-            forward_context(ctx),
-        ):
-            yield
+        return forward_context(
+            ctx,
+            num_tokens=ctx.num_tokens,
+            rank_num_tokens=ctx.rank_num_tokens,
+            rank_num_requests=ctx.rank_num_requests,
+            attention=self.attention if ctx.attention is None else ctx.attention,
+            captured_bucket=captured_bucket,
+            writes_captured=writes_captured,
+        )
 
     def _positions(self, ctx: ForwardContext) -> torch.Tensor | None:
         if self.decoder.positions is None:

@@ -35,7 +35,8 @@ class AttentionLayer:
 class AttentionBackend(Protocol):
     """Attention of a packed batch, with a KV cache of its own choice.
 
-    ``supports_capture`` says that it is a :class:`CapturableBackend` too.
+    ``supports_capture`` says that it is a :class:`CapturableBackend` too. One that has
+    ``supports_captured_writes``, and it is true, is a :class:`WritingBackend`.
     """
 
     supports_capture: bool
@@ -89,6 +90,36 @@ class CapturableBackend(AttentionBackend, Protocol):
         out: torch.Tensor,
     ) -> None:
         """As ``forward``, for all rows of a bucket, padding included; every row is written."""
+
+
+class WritingBackend(AttentionBackend, Protocol):
+    """A backend whose writes to the cache may be in the captured graphs, whatever the batch is.
+
+    A graph writes all rows of a bucket, each to the slot that memory at an address that does not
+    change has for it. PrefillGraphs that run in several threads need a backend each.
+    """
+
+    supports_captured_writes: bool
+
+    def allocate_writes(self, max_tokens: int) -> None:
+        """Make that memory, once, for buckets up to ``max_tokens``, all of it reserved slots."""
+
+    def prepare_writes(self, ctx: ForwardContext | None) -> None:
+        """Fill it with a forward's slots, and the reserved slot for padding; None: for all rows."""
+
+    def write_captured(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
+        """Write all rows of a bucket; runs while a graph is captured."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        ctx: ForwardContext,
+    ) -> None:
+        """As ``forward``, K and V being in the cache already."""
 
 
 Factory = Callable[..., AttentionBackend]
@@ -148,13 +179,21 @@ def make_attention_backend(backend: Any, pool: Any) -> AttentionBackend:
 
 
 _OF_A_POOL = ("dtype", "device", "head_dim", "v_head_dim")
+_WRITING = ("allocate_writes", "prepare_writes", "write_captured", "attend")
 _CAPTURABLE = ("allocate_captured", "serves_captured", "prepare_captured", "forward_captured")
+
+
+def writes_in_graphs(backend: Any) -> bool:
+    """Whether a backend is a :class:`WritingBackend`."""
+    return bool(getattr(backend, "supports_captured_writes", False))
 
 
 def _checked(backend: Any) -> AttentionBackend:
     needed = ["init_forward_metadata", "forward", "supports_capture"]
     if getattr(backend, "supports_capture", False):
         needed += _CAPTURABLE
+    if writes_in_graphs(backend):
+        needed += _WRITING
     missing = [name for name in needed if not hasattr(backend, name)]
     if missing or isinstance(backend, type):
         seen = f"the class {backend.__name__}" if isinstance(backend, type) else repr(backend)

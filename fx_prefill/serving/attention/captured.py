@@ -12,10 +12,11 @@ from itertools import accumulate
 
 import torch
 
-from ...errors import ServingError
 from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
 from .packed import PackedBatch
+from .pooled import StaticSlots
+from .upload import Uploads
 
 MAX_CAPTURED_REQUESTS = 8
 """Requests of a captured forward; a kernel looks at each, whether there is one or not."""
@@ -27,25 +28,21 @@ class CapturedBatch:
     Serves prompts without a cached prefix: their keys and values are rows of the forward.
     """
 
-    def __init__(self, pool: PagedKVPool, max_requests: int = MAX_CAPTURED_REQUESTS) -> None:
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        max_requests: int = MAX_CAPTURED_REQUESTS,
+        slots: StaticSlots | None = None,
+    ) -> None:
         self.max_requests = max_requests
-        self._pool = pool
+        self._slots = slots or StaticSlots(pool)
         with torch.inference_mode(False):  # written inside and outside of it
             self._offsets = torch.zeros(max_requests + 2, dtype=torch.int32, device=pool.device)
-        self._locations: torch.Tensor | None = None
-        self._num_written = 0
+        self._upload = Uploads(self._offsets)
 
     def allocate(self, max_tokens: int) -> None:
         """Make the slots, once. Raises ServingError for more than were made."""
-        if self._locations is None:
-            size, slot, device = (max_tokens,), self._pool.dummy_slot, self._pool.device
-            with torch.inference_mode(False):
-                self._locations = torch.full(size, slot, dtype=torch.int64, device=device)
-        if max_tokens > self._locations.shape[0]:
-            raise ServingError(
-                f"this attention backend was captured for up to {self._locations.shape[0]} tokens "
-                f"and is asked for {max_tokens}; make a backend of its own for each PrefillGraph"
-            )
+        self._slots.allocate(max_tokens)
 
     def serves(self, ctx: ForwardContext) -> bool:
         """Whether a forward is a few prompts, reads nothing from the cache, and has all slots.
@@ -59,30 +56,21 @@ class CapturedBatch:
 
     def prepare(self, ctx: ForwardContext, bucket: int) -> None:
         """Write a forward's offsets and slots; nothing waits for the device."""
-        assert self._locations is not None, "allocate() comes first"
         offsets, num_tokens = [0, *accumulate(ctx.extend_lens_host)], ctx.num_tokens
         offsets += [num_tokens] * (self.max_requests + 1 - len(offsets))
         offsets.append(bucket)  # Note [Padding is a request]
-        pinned = self._offsets.device.type == "cuda"
-        host = torch.tensor(offsets, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._offsets.copy_(host, non_blocking=True)
-        written = 0 if ctx.write_locations is None else num_tokens
-        if ctx.write_locations is not None:
-            self._locations[:written].copy_(ctx.write_locations[:written])
-        if written < self._num_written:
-            self._locations[written : self._num_written].fill_(self._pool.dummy_slot)
-        self._num_written = written
+        self._upload(offsets)
+        self._slots.prepare(ctx.write_locations)
 
     def batch(self, num_rows: int) -> PackedBatch:
         """What kernels of a bucket of ``num_rows`` read."""
-        assert self._locations is not None, "allocate() comes first"
         longest = max(num_rows, 2)
         return PackedBatch(
-            write_locations=self._locations[:num_rows],
+            write_locations=self._slots.of(num_rows),
             cu_q=self._offsets,
             cu_k=self._offsets,
             max_q=longest,
             max_k=longest,
             num_keys=num_rows,
-            slots=None,
+            index=None,
         )

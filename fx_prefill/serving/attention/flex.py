@@ -21,7 +21,8 @@ from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
-from .packed import PackedBatch, pack, positions, write_and_gather
+from .packed import PackedBatch, gather, pack, positions
+from .pooled import PooledAttention
 
 WITHOUT_END = 2**31 - 1
 
@@ -34,6 +35,11 @@ class _Batch:
     key_request: torch.Tensor
     key_position: torch.Tensor
     masks: dict[tuple[int, int], flex.BlockMask] = field(default_factory=dict)
+
+    @property
+    def write_locations(self) -> torch.Tensor:
+        """Slots of the rows."""
+        return self.packed.write_locations
 
     def mask(self, window: tuple[int, int]) -> flex.BlockMask:
         """Made by the first layer with this window; ``[num_tokens, num_keys]`` in between."""
@@ -66,24 +72,21 @@ class _Batch:
 
 
 @register_attention_backend("flex")
-class FlexAttention:
+class FlexAttention(PooledAttention):
     """Causal or not, windows, soft caps, sinks and grouped heads; compiled on a GPU only.
 
     The first forward of a new kind of layer compiles a kernel, also where it has a new soft cap.
     """
 
-    supports_capture = False
-
     def __init__(self, pool: PagedKVPool) -> None:
-        self.pool = pool
-        self._attend = _compiled() if pool.device.type == "cuda" else flex.flex_attention
-        self._batches = metadata.PerForward(lambda ctx: _prepare(ctx, self.pool))
+        super().__init__(pool)
+        self._kernel = _compiled() if pool.device.type == "cuda" else flex.flex_attention
 
-    def init_forward_metadata(self, ctx: ForwardContext) -> None:
-        """Requests and positions of rows and keys. Raises ContextError without pages."""
-        self._batches.renew(ctx)
+    def prepared(self, ctx: ForwardContext) -> _Batch:
+        """See :class:`PooledAttention`."""
+        return _prepare(ctx, self.pool)
 
-    def forward(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -92,13 +95,13 @@ class FlexAttention:
         out: torch.Tensor,
         ctx: ForwardContext,
     ) -> None:
-        """Write K and V to the pool, then attend. See :class:`AttentionBackend`."""
+        """See :class:`WritingBackend`."""
         batch = self._batches.of(ctx)
         if batch is None:
             return
-        k, v = write_and_gather(self.pool, batch.packed, layer.index, k, v)
+        k, v = gather(self.pool, batch.packed, layer.index, k, v)
         q, k, v = (x.to(q.dtype).transpose(0, 1)[None] for x in (q, k, v))
-        found = self._attend(
+        found = self._kernel(
             q,
             k,
             v,
@@ -135,9 +138,7 @@ def _capped(soft_cap: float) -> Callable[..., torch.Tensor]:
     return capped
 
 
-def _prepare(ctx: ForwardContext, pool: PagedKVPool) -> _Batch | None:
-    if ctx.num_tokens == 0:
-        return None
+def _prepare(ctx: ForwardContext, pool: PagedKVPool) -> _Batch:
     packed = pack(ctx, pool)
     lists = [ctx.extend_lens_host, ctx.seq_lens_host, ctx.prefix_lens_host]
     rows, keys, prefix = metadata.to_device(lists, pool.device)

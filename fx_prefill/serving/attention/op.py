@@ -15,9 +15,11 @@ import torch
 
 from ...errors import ContextError, ServingError
 from ...execution.breaks import PYTHON_BODIES
+from ...execution.prologue import Prologue
 from ..context import current_context
-from .backend import AttentionLayer
+from .backend import AttentionLayer, WritingBackend
 
+NAME = "fx_prefill::attention"
 NO_WINDOW = 0
 NO_CAP = 0.0
 
@@ -77,10 +79,14 @@ def run_attention(
     window: int,
     soft_cap: float,
     out: torch.Tensor,
+    written: bool = False,
 ) -> None:
-    """The body of the operator: the backend of the live context, on the real rows."""
+    """The body of the operator: the backend of the live context, on the real rows.
+
+    ``written``: the graph before it may have written K and V, if the context says so too.
+    """
     ctx = current_context()
-    backend = ctx.attention
+    backend: Any = ctx.attention
     if backend is None:
         raise ContextError(
             f"layer {layer}: the forward's context has no attention backend; set "
@@ -89,7 +95,7 @@ def run_attention(
     made = _layer if sinks is None else AttentionLayer
     what = made(layer, scale, causal, window or None, soft_cap or None, sinks)
     if ctx.captured_bucket:
-        backend.forward_captured(q, k, v, what, out)  # type: ignore[attr-defined]
+        backend.forward_captured(q, k, v, what, out)
         return
     num_tokens = ctx.num_tokens
     if q.shape[0] != num_tokens:
@@ -101,11 +107,22 @@ def run_attention(
         # Rows that the engine padded itself: only real ones reach the cache.
         out[num_tokens:].zero_()
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
-    backend.forward(q, k, v, what, out, ctx)
+    run = backend.attend if written and ctx.writes_captured else backend.forward
+    run(q, k, v, what, out, ctx)
+
+
+def run_after_write(*args: Any) -> None:
+    """The body where the graph before it writes K and V."""
+    run_attention(*args, written=True)  # type: ignore[misc]
+
+
+def captured_writes(backend: WritingBackend) -> dict[str, Prologue]:
+    """What captured graphs do of the operator where a backend's writes are in them."""
+    return {NAME: Prologue((1, 2, 4), backend.write_captured, run_after_write)}
 
 
 _library.impl("attention", run_attention, "CompositeExplicitAutograd")
-PYTHON_BODIES["fx_prefill::attention"] = run_attention
+PYTHON_BODIES[NAME] = run_attention
 
 
 @torch.library.register_fake("fx_prefill::attention", lib=_library)

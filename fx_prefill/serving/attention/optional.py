@@ -14,7 +14,8 @@ from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
-from .packed import pack, positions, write_and_gather
+from .packed import PackedBatch, gather, pack, positions
+from .pooled import PooledAttention
 
 WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer recommends for its split-k results."""
@@ -31,31 +32,26 @@ def _library(module: str, pip_name: str, backend: str) -> Any:
 
 
 @register_attention_backend("flash_attn")
-class FlashAttnAttention:
+class FlashAttnAttention(PooledAttention):
     """``flash_attn_varlen_func`` on gathered keys: causal or not, windows, soft caps, groups.
 
     Raises ServingError without flash-attn, and for values of another width than keys.
     """
 
-    supports_capture = False
-
     def __init__(self, pool: PagedKVPool) -> None:
-        self._attend = _library("flash_attn", "flash-attn", "flash_attn").flash_attn_varlen_func
+        self._kernel = _library("flash_attn", "flash-attn", "flash_attn").flash_attn_varlen_func
         if pool.head_dim != pool.v_head_dim:
             raise ServingError(
                 f"the attention backend 'flash_attn' got head_dim {pool.head_dim} and v_head_dim "
                 f"{pool.v_head_dim}; required: one width, or the backend 'sdpa'"
             )
-        self.pool = pool
-        self._batches = metadata.PerForward(
-            lambda ctx: pack(ctx, self.pool) if ctx.num_tokens else None
-        )
+        super().__init__(pool)
 
-    def init_forward_metadata(self, ctx: ForwardContext) -> None:
-        """Offsets and slots of this forward. Raises ContextError without pages or locations."""
-        self._batches.renew(ctx)
+    def prepared(self, ctx: ForwardContext) -> PackedBatch:
+        """See :class:`PooledAttention`."""
+        return pack(ctx, self.pool)
 
-    def forward(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -64,13 +60,13 @@ class FlashAttnAttention:
         out: torch.Tensor,
         ctx: ForwardContext,
     ) -> None:
-        """Write K and V to the pool, then attend. Raises ServingError for sinks."""
+        """See :class:`WritingBackend`. Raises ServingError for sinks."""
         metadata.refuse("flash_attn", layer, sinks="'sdpa' or 'flex'")
         batch = self._batches.of(ctx)
         if batch is None:
             return
-        k, v = write_and_gather(self.pool, batch, layer.index, k, v)
-        found = self._attend(
+        k, v = gather(self.pool, batch, layer.index, k, v)
+        found = self._kernel(
             q,
             k.to(q.dtype),
             v.to(q.dtype),
@@ -98,29 +94,24 @@ class _Pages:
 
 
 @register_attention_backend("flashinfer")
-class FlashInferAttention:
+class FlashInferAttention(PooledAttention):
     """``BatchPrefillWithPagedKVCacheWrapper`` on the pages of the pool, in either layout.
 
     Causal or not, causal windows, soft caps, groups, values of another width where FlashInfer has
     them. Raises ServingError without FlashInfer.
     """
 
-    supports_capture = False
-
     def __init__(self, pool: PagedKVPool) -> None:
         self._flashinfer = _library("flashinfer", "flashinfer-python", "flashinfer")
-        self.pool = pool
+        super().__init__(pool)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._wrappers: dict[tuple[Any, ...], tuple[Any, _Pages]] = {}
-        self._batches = metadata.PerForward(
-            lambda ctx: _pages(ctx, self.pool) if ctx.num_tokens else None
-        )
 
-    def init_forward_metadata(self, ctx: ForwardContext) -> None:
-        """Pages of this forward. Raises ContextError without pages or locations."""
-        self._batches.renew(ctx)
+    def prepared(self, ctx: ForwardContext) -> _Pages:
+        """See :class:`PooledAttention`."""
+        return _pages(ctx, self.pool)
 
-    def forward(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -129,7 +120,7 @@ class FlashInferAttention:
         out: torch.Tensor,
         ctx: ForwardContext,
     ) -> None:
-        """Write K and V to the pool, then attend. Raises ServingError for sinks."""
+        """See :class:`WritingBackend`. Raises ServingError for sinks."""
         metadata.refuse("flashinfer", layer, sinks="'sdpa' or 'flex'")
         if not layer.causal:
             metadata.refuse("flashinfer", layer, window="'sdpa' or 'flex', as it is not causal")
@@ -137,7 +128,6 @@ class FlashInferAttention:
         if batch is None:
             return
         pool, index = self.pool, layer.index
-        pool.write(index, batch.write_locations, k, v)
         wrapper = self._planned(q, layer, batch)
         wrapper.run(q, (pool.keys[index], pool.values[index]), out=out)
 

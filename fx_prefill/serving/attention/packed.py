@@ -17,8 +17,8 @@ class PackedBatch:
     """Where rows and keys of each request are, the same for all layers.
 
     ``cu_q`` and ``cu_k`` ``[num_requests + 1]`` (int32) are the offsets of requests among rows and
-    keys. ``slots`` ``[num_keys]`` are those of all keys; None where no request has a prefix, and
-    the keys are the rows themselves.
+    keys. ``index`` gathers all keys from the pool (:meth:`PagedKVPool.gather_index`); None where no
+    request has a prefix, and the keys are the rows themselves.
     """
 
     write_locations: torch.Tensor
@@ -27,7 +27,7 @@ class PackedBatch:
     max_q: int
     max_k: int
     num_keys: int
-    slots: torch.Tensor | None
+    index: torch.Tensor | None
 
 
 def pack(ctx: ForwardContext, pool: PagedKVPool) -> PackedBatch:
@@ -36,20 +36,20 @@ def pack(ctx: ForwardContext, pool: PagedKVPool) -> PackedBatch:
     offsets = [[0, *accumulate(rows)], [0, *accumulate(keys)], keys]
     cu_q, cu_k, key_lens = metadata.to_device(offsets, pool.device)
     num_keys = sum(keys)
-    slots = None
+    index = None
     if any(ctx.prefix_lens_host):
-        slots = _slots(metadata.page_table(ctx, pool), cu_k, key_lens, num_keys, pool.page_size)
+        table = metadata.page_table(ctx, pool)
+        index = pool.gather_index(_slots(table, cu_k, key_lens, num_keys, pool.page_size))
     # Kernels take a longest request of one row to mean that each has exactly one.
     max_q = max(rows) if min(rows) else max(2, *rows)
-    return PackedBatch(metadata.write_locations(ctx), cu_q, cu_k, max_q, max(keys), num_keys, slots)
+    return PackedBatch(metadata.write_locations(ctx), cu_q, cu_k, max_q, max(keys), num_keys, index)
 
 
-def write_and_gather(
+def gather(
     pool: PagedKVPool, batch: PackedBatch, layer: int, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the rows to the pool, and give the keys and values of all requests."""
-    pool.write(layer, batch.write_locations, k, v)
-    return (k, v) if batch.slots is None else pool.read(layer, batch.slots)
+    """Keys and values of all requests, whose rows ``k`` and ``v`` are in the pool already."""
+    return (k, v) if batch.index is None else pool.gather(layer, batch.index)
 
 
 def positions(cu: torch.Tensor, lens: torch.Tensor, total: int) -> tuple[torch.Tensor, ...]:

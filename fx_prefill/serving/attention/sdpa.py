@@ -14,6 +14,7 @@ from ..context import ForwardContext
 from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
+from .pooled import PooledAttention
 
 Masks = dict[tuple[int, int], torch.Tensor | None]
 
@@ -68,23 +69,17 @@ class _Batch:
 
 
 @register_attention_backend("sdpa")
-class SdpaAttention:
+class SdpaAttention(PooledAttention):
     """Causal or not, windows, soft caps, sinks, grouped heads, values of another width.
 
     Soft caps and sinks are computed explicitly, with the softmax in float32 or wider.
     """
 
-    supports_capture = False
+    def prepared(self, ctx: ForwardContext) -> _Batch:
+        """See :class:`PooledAttention`."""
+        return _prepare(ctx, self.pool)
 
-    def __init__(self, pool: PagedKVPool) -> None:
-        self.pool = pool
-        self._batches = metadata.PerForward(lambda ctx: _prepare(ctx, self.pool))
-
-    def init_forward_metadata(self, ctx: ForwardContext) -> None:
-        """Slots to gather, by the lengths of this forward. Raises ContextError without pages."""
-        self._batches.renew(ctx)
-
-    def forward(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -93,12 +88,9 @@ class SdpaAttention:
         out: torch.Tensor,
         ctx: ForwardContext,
     ) -> None:
-        """Write K and V to the pool, then attend. See :class:`AttentionBackend`."""
+        """See :class:`WritingBackend`."""
         batch = self._batches.of(ctx)
-        if not batch.parts:
-            return
-        self.pool.write(layer.index, batch.write_locations, k, v)
-        for part in batch.parts:
+        for part in batch.parts if batch is not None else ():
             rows = part.rows
             if part.slots is None:
                 keys, values = k[rows], v[rows]
@@ -108,8 +100,6 @@ class SdpaAttention:
 
 
 def _prepare(ctx: ForwardContext, pool: PagedKVPool) -> _Batch:
-    if ctx.num_tokens == 0:
-        return _Batch(torch.empty(0, dtype=torch.int64, device=pool.device), [])
     table = metadata.page_table(ctx, pool) if any(ctx.prefix_lens_host) else None
     parts, start = [], 0
     for i in range(ctx.num_extends):

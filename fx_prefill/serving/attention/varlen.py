@@ -26,14 +26,15 @@ from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
 from .captured import MAX_CAPTURED_REQUESTS, CapturedBatch
-from .packed import PackedBatch, pack, write_and_gather
+from .packed import PackedBatch, gather, pack
+from .pooled import PooledAttention
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 
 
 @register_attention_backend("varlen")
-class VarlenAttention:
+class VarlenAttention(PooledAttention):
     """Causal or not, windows and grouped heads, in bfloat16 or float16 on a GPU.
 
     Raises ServingError for a pool elsewhere, of another dtype, or with values of another width.
@@ -45,18 +46,15 @@ class VarlenAttention:
         self, pool: PagedKVPool, max_captured_requests: int = MAX_CAPTURED_REQUESTS
     ) -> None:
         _check_pool(pool)
-        self.pool = pool
-        self._attend = _kernel()
-        self._captured = CapturedBatch(pool, max_captured_requests)
-        self._batches = metadata.PerForward(
-            lambda ctx: pack(ctx, self.pool) if ctx.num_tokens else None
-        )
+        super().__init__(pool)
+        self._kernel = _kernel()
+        self._captured = CapturedBatch(pool, max_captured_requests, self._slots)
 
-    def init_forward_metadata(self, ctx: ForwardContext) -> None:
-        """Offsets and slots of this forward. Raises ContextError without pages or locations."""
-        self._batches.renew(ctx)
+    def prepared(self, ctx: ForwardContext) -> PackedBatch:
+        """See :class:`PooledAttention`."""
+        return pack(ctx, self.pool)
 
-    def forward(
+    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -65,7 +63,7 @@ class VarlenAttention:
         out: torch.Tensor,
         ctx: ForwardContext,
     ) -> None:
-        """Write K and V to the pool, then attend. See :class:`AttentionBackend`.
+        """See :class:`WritingBackend`.
 
         Raises ServingError for soft caps, sinks, and rows of another dtype than the pool's.
         """
@@ -83,9 +81,9 @@ class VarlenAttention:
         batch: PackedBatch,
     ) -> None:
         self._check(layer, q)
-        k, v = write_and_gather(self.pool, batch, layer.index, k, v)
+        k, v = gather(self.pool, batch, layer.index, k, v)
         left, right = metadata.window_size(layer)
-        self._attend(
+        self._kernel(
             out,
             q,
             k,
@@ -134,6 +132,7 @@ class VarlenAttention:
         out: torch.Tensor,
     ) -> None:
         """See :class:`CapturableBackend`."""
+        self.write_captured(k, v, layer.index)
         self._run(q, k, v, layer, out, self._captured.batch(q.shape[0]))
 
 

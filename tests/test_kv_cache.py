@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fx_prefill.errors import ServingError
-from fx_prefill.serving.kv_cache import DUMMY_PAGE, PagedKVPool
+from fx_prefill.serving.kv_cache import DUMMY_PAGE, Gathered, PagedKVPool
 
 
 def make_pool(**changes: Any) -> PagedKVPool:
@@ -125,11 +125,11 @@ def test_gathered_rows_are_those_that_are_read(layout: str, v_head_dim: int) -> 
     for held in (*pool.keys, *pool.values):
         held.normal_()
     slots = torch.tensor(pool.slots([5, 2, 4], 0, 11))
-    index = pool.gather_index(slots)
+    gathered = Gathered(pool, torch.cat([slots + start for start in pool.starts]))
     for layer in range(pool.num_layers):
-        gathered, read = pool.gather(layer, index), pool.read(layer, slots)
-        assert all(torch.equal(x, y) for x, y in zip(gathered, read, strict=True))
-        assert all(x.is_contiguous() for x in gathered)
+        found, read = gathered(layer), pool.read(layer, slots)
+        assert all(torch.equal(x, y) for x, y in zip(found, read, strict=True))
+        assert all(x.is_contiguous() for x in found)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -179,23 +179,40 @@ class PagedKVPool:
             return keys[index], values[index]
         return keys.index_select(0, index), values.index_select(0, index)
 
-    def gather_index(self, locations: torch.Tensor) -> torch.Tensor:
-        """What :meth:`gather` takes to read slots ``[num]``: the same for all layers."""
-        if self._both[0] is None:
-            return locations
-        return torch.cat([locations, locations + self.num_pages * self.page_size])
-
-    def gather(self, layer: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`read`, in half the launches, with an index that serves all layers."""
-        both = self._both[layer]
-        if both is None:
-            return self.read(layer, index)
-        where = self._index(index)
-        rows = both[where] if isinstance(where, tuple) else both.index_select(0, where)
-        keys, values = rows.chunk(2)
-        return keys, values
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where keys and values start among the rows that :class:`Gathered` reads: 0 if apart."""
+        return (0,) if self._both[0] is None else (0, self.num_pages * self.page_size)
 
     def _index(self, locations: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.layout == "NHD":
             return locations
         return locations // self.page_size, locations % self.page_size
+
+
+class Gathered:
+    """Keys and values of some slots, read for one layer after the other into the same memory.
+
+    ``index`` are the slots, once for each of :attr:`PagedKVPool.starts`, which is added to them. In
+    one launch a layer where keys and values are of one width.
+    """
+
+    def __init__(self, pool: PagedKVPool, index: torch.Tensor) -> None:
+        self._pool, self._index = pool, index
+        self._memory: torch.Tensor | None = None
+        self._halves: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[num, num_kv_heads, width]`` each, until the next layer is read."""
+        both = self._pool._both[layer]
+        if both is None:
+            return self._pool.read(layer, self._index)
+        if self._pool.layout == "HND":
+            self._halves = both[self._pool._index(self._index)].chunk(2)
+        elif self._memory is None:
+            self._memory = both.index_select(0, self._index)
+            self._halves = self._memory.chunk(2)
+        else:
+            torch.index_select(both, 0, self._index, out=self._memory)
+        keys, values = self._halves
+        return keys, values

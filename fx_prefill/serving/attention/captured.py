@@ -72,5 +72,5 @@ class CapturedBatch:
             max_q=longest,
             max_k=longest,
             num_keys=num_rows,
-            index=None,
+            gathered=None,
         )

@@ -99,7 +99,7 @@ class FlexAttention(PooledAttention):
         batch = self._batches.of(ctx)
         if batch is None:
             return
-        k, v = gather(self.pool, batch.packed, layer.index, k, v)
+        k, v = gather(batch.packed, layer.index, k, v)
         q, k, v = (x.to(q.dtype).transpose(0, 1)[None] for x in (q, k, v))
         found = self._kernel(
             q,

@@ -64,11 +64,18 @@ def visible(distance: torch.Tensor, left: int, right: int) -> torch.Tensor | Non
 
 def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
     """Lists of integers as int32 tensors, in one copy. See Note [Nothing waits]."""
-    flat = [number for numbers in lists for number in numbers]
-    pinned = device.type == "cuda"  # and on the CPU, also where the default device is another
-    host = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    moved = host.to(device, non_blocking=True)
-    return list(moved.split([len(numbers) for numbers in lists]))
+    # On the CPU, also where the default device is another.
+    return upload([torch.tensor(x, dtype=torch.int32, device="cpu") for x in lists], device)
+
+
+def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Integers ``[num]`` each, on the CPU, as int32 tensors elsewhere, in one copy."""
+    sizes = [part.shape[0] for part in parts]
+    pinned = device.type == "cuda"
+    host = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
+    for target, part in zip(host.split(sizes), parts, strict=True):
+        target.copy_(part)
+    return list(host.to(device, non_blocking=True).split(sizes))
 
 
 def write_locations(ctx: ForwardContext) -> torch.Tensor:
@@ -84,7 +91,7 @@ def write_locations(ctx: ForwardContext) -> torch.Tensor:
 
 
 def page_table(ctx: ForwardContext, pool: PagedKVPool) -> torch.Tensor:
-    """Pages of all requests (int64). Raises ContextError where some would be missing."""
+    """Pages of all requests, integers. Raises ContextError where some would be missing."""
     found, needed = ctx.page_table, pool.pages_for(max(ctx.seq_lens_host, default=0))
     if (
         not isinstance(found, torch.Tensor)
@@ -99,7 +106,7 @@ def page_table(ctx: ForwardContext, pool: PagedKVPool) -> torch.Tensor:
             f"{ctx.num_requests} requests with up to {needed} pages of {pool.page_size} tokens, "
             "as PagedKVPool.page_table makes it"
         )
-    return found.to(torch.int64)
+    return found
 
 
 def refuse(name: str, layer: AttentionLayer, **limits: str) -> None:

@@ -65,7 +65,7 @@ class FlashAttnAttention(PooledAttention):
         batch = self._batches.of(ctx)
         if batch is None:
             return
-        k, v = gather(self.pool, batch, layer.index, k, v)
+        k, v = gather(batch, layer.index, k, v)
         found = self._kernel(
             q,
             k.to(q.dtype),

@@ -81,7 +81,7 @@ class VarlenAttention(PooledAttention):
         batch: PackedBatch,
     ) -> None:
         self._check(layer, q)
-        k, v = gather(self.pool, batch, layer.index, k, v)
+        k, v = gather(batch, layer.index, k, v)
         left, right = metadata.window_size(layer)
         self._kernel(
             out,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fx_prefill.errors import ServingError
-from fx_prefill.serving.kv_cache import DUMMY_PAGE, Gathered, PagedKVPool
+from fx_prefill.serving.kv_cache import DUMMY_PAGE, PagedKVPool
 
 
 def make_pool(**changes: Any) -> PagedKVPool:
@@ -125,11 +125,25 @@ def test_gathered_rows_are_those_that_are_read(layout: str, v_head_dim: int) -> 
     for held in (*pool.keys, *pool.values):
         held.normal_()
     slots = torch.tensor(pool.slots([5, 2, 4], 0, 11))
-    gathered = Gathered(pool, torch.cat([slots + start for start in pool.starts]))
+    gathered = pool.gathered_slots(slots)
     for layer in range(pool.num_layers):
         found, read = gathered(layer), pool.read(layer, slots)
         assert all(torch.equal(x, y) for x, y in zip(found, read, strict=True))
         assert all(x.is_contiguous() for x in found)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_gathered_pages_are_their_slots(page_size: int) -> None:
+    pool = make_pool(page_size=page_size)
+    for held in (*pool.keys, *pool.values):
+        held.normal_()
+    assert pool.gathers_pages and not make_pool(layout="HND").gathers_pages
+    assert not make_pool(v_head_dim=3).gathers_pages
+    gathered = pool.gathered_pages(torch.tensor([5, 2, 4], dtype=torch.int32))
+    slots = torch.tensor(pool.slots([5, 2, 4], 0, 3 * page_size))
+    for layer in range(pool.num_layers):
+        found, read = gathered(layer), pool.read(layer, slots)
+        assert all(torch.equal(x, y) for x, y in zip(found, read, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -70,14 +70,20 @@ def reference(
     return torch.cat(out)
 
 
-def by_offsets(k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any) -> list[Any]:
+def by_offsets(
+    k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any, used: Any = None
+) -> list[Any]:
     assert cu_q.dtype == cu_k.dtype == torch.int32
     q, n = cu_q.tolist(), cu_k.tolist()
     assert (n[-1], n[-1]) == (len(k), len(v))
-    ends = range(len(q) - 1)
+    ends = n[1:]
+    if used is not None:
+        assert used.dtype == torch.int32
+        assert all(used <= (cu_k[1:] - cu_k[:-1]))
+        ends = [start + length for start, length in zip(n, used.tolist(), strict=False)]
     return [
-        (slice(q[i], q[i + 1]), k[n[i] : n[i + 1]], v[n[i] : n[i + 1]])
-        for i in ends
+        (slice(q[i], q[i + 1]), k[n[i] : end], v[n[i] : end])
+        for i, end in enumerate(ends)
         if q[i] < q[i + 1]
     ]
 
@@ -93,11 +99,13 @@ def aten_flash(
     num_splits: Any = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     assert (dropout, debug) == (0.0, False)
-    assert (max_q, max_k) == (max(longest(cu_q), 2), longest(cu_k))
+    most = longest(cu_k) if seqused_k is None else int(seqused_k.max())
+    assert (max_q, max_k) == (max(longest(cu_q), 2), most)
     window = (window_size_left, window_size_right)
     assert is_causal == (window == (-1, 0))
     none = q.new_empty(0)
-    return reference(q, by_offsets(k, v, cu_q, cu_k), scale, window), none, none, none, none
+    requests = by_offsets(k, v, cu_q, cu_k, seqused_k)
+    return reference(q, requests, scale, window), none, none, none, none
 
 
 def aten_flash_in_place(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, cast
 
 import torch
 
@@ -62,6 +62,7 @@ class PagedKVPool:
             # Made once: a view costs as much host time as the launch of the write.
             pairs = zip(self.keys, self.values, strict=True)
             self._rows = [(self._by_row(k), self._by_row(v)) for k, v in pairs]
+            self._starts: torch.Tensor | None = None
             self._both = [None if both is None else self._by_row(both) for *_, both in layers]
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._users = [0] * num_pages
@@ -180,9 +181,29 @@ class PagedKVPool:
         return keys.index_select(0, index), values.index_select(0, index)
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """Where keys and values start among the rows that :class:`Gathered` reads: 0 if apart."""
-        return (0,) if self._both[0] is None else (0, self.num_pages * self.page_size)
+    def gathers_pages(self) -> bool:
+        """Whether :meth:`gathered_pages` may be called: where the rows of a page are in order."""
+        return self.layout == "NHD" and self._both[0] is not None
+
+    def gathered_slots(self, slots: torch.Tensor) -> Gathered:
+        """Keys and values of slots ``[num]``, to be read for one layer after the other."""
+        if self._both[0] is None:
+            return Gathered(lambda layer: self.read(layer, slots))
+        index = torch.cat([slots, slots + self.num_pages * self.page_size])
+        where, both = self._index(index), cast("list[torch.Tensor]", self._both)
+        if isinstance(where, tuple):
+            return Gathered(lambda layer: both[layer][where].chunk(2))
+        return Gathered.of_rows(both, where)
+
+    def gathered_pages(self, pages: torch.Tensor) -> Gathered:
+        """The same for all slots of pages ``[num]``, one page after the other."""
+        assert self.gathers_pages, f"pages of {self.layout} are not in the order of their rows"
+        if self._starts is None:
+            starts = [[0], [self.num_pages]]  # keys come first in the memory of both
+            self._starts = torch.tensor(starts, dtype=torch.int32, device=self.device)
+        index = (self._starts + pages).view(-1)
+        both = cast("list[torch.Tensor]", self._both)
+        return Gathered.of_rows(both, index, self.page_size)
 
     def _index(self, locations: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.layout == "NHD":
@@ -191,28 +212,35 @@ class PagedKVPool:
 
 
 class Gathered:
-    """Keys and values of some slots, read for one layer after the other into the same memory.
+    """Keys and values ``[num, num_kv_heads, width]`` each, read for one layer after the other."""
 
-    ``index`` are the slots, once for each of :attr:`PagedKVPool.starts`, which is added to them. In
-    one launch a layer where keys and values are of one width.
-    """
-
-    def __init__(self, pool: PagedKVPool, index: torch.Tensor) -> None:
-        self._pool, self._index = pool, index
-        self._memory: torch.Tensor | None = None
-        self._halves: tuple[torch.Tensor, ...] = ()
+    def __init__(self, read: Callable[[int], Sequence[torch.Tensor]]) -> None:
+        self._read = read
 
     def __call__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[num, num_kv_heads, width]`` each, until the next layer is read."""
-        both = self._pool._both[layer]
-        if both is None:
-            return self._pool.read(layer, self._index)
-        if self._pool.layout == "HND":
-            self._halves = both[self._pool._index(self._index)].chunk(2)
-        elif self._memory is None:
-            self._memory = both.index_select(0, self._index)
-            self._halves = self._memory.chunk(2)
-        else:
-            torch.index_select(both, 0, self._index, out=self._memory)
-        keys, values = self._halves
+        """Those of a layer, good until another one is read."""
+        keys, values = self._read(layer)
         return keys, values
+
+    @staticmethod
+    def of_rows(layers: list[torch.Tensor], index: torch.Tensor, together: int = 1) -> Gathered:
+        """Rows ``index`` of each layer's memory, ``together`` of them at a time, in one launch.
+
+        The first half are keys. All layers are read into the same memory.
+        """
+        memory: list[torch.Tensor] = []
+        halves: list[torch.Tensor] = []
+
+        def read(layer: int) -> list[torch.Tensor]:
+            source = layers[layer]
+            if together > 1:
+                source = source.view(-1, together, *source.shape[1:])
+            if memory:
+                torch.index_select(source, 0, index, out=memory[0])
+            else:
+                memory.append(source.index_select(0, index))
+                rows = memory[0].flatten(0, 1) if together > 1 else memory[0]
+                halves.extend(rows.chunk(2))
+            return halves
+
+        return Gathered(read)

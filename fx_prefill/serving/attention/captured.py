@@ -72,5 +72,4 @@ class CapturedBatch:
             max_q=longest,
             max_k=longest,
             num_keys=num_rows,
-            gathered=None,
         )

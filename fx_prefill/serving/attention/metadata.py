@@ -64,18 +64,11 @@ def visible(distance: torch.Tensor, left: int, right: int) -> torch.Tensor | Non
 
 def to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
     """Lists of integers as int32 tensors, in one copy. See Note [Nothing waits]."""
-    # On the CPU, also where the default device is another.
-    return upload([torch.tensor(x, dtype=torch.int32, device="cpu") for x in lists], device)
-
-
-def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Integers ``[num]`` each, on the CPU, as int32 tensors elsewhere, in one copy."""
-    sizes = [part.shape[0] for part in parts]
-    pinned = device.type == "cuda"
-    host = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
-    for target, part in zip(host.split(sizes), parts, strict=True):
-        target.copy_(part)
-    return list(host.to(device, non_blocking=True).split(sizes))
+    flat = [number for numbers in lists for number in numbers]
+    pinned = device.type == "cuda"  # and on the CPU, also where the default device is another
+    host = torch.tensor(flat, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    moved = host.to(device, non_blocking=True)
+    return list(moved.split([len(numbers) for numbers in lists]))
 
 
 def write_locations(ctx: ForwardContext) -> torch.Tensor:

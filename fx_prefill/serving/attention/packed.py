@@ -19,7 +19,8 @@ class PackedBatch:
 
     ``cu_q`` and ``cu_k`` ``[num_requests + 1]`` (int32) are the offsets of requests among rows and
     keys. ``gathered`` takes all keys from the pool; None where no request has a prefix, and the
-    keys are the rows themselves.
+    keys are the rows themselves. ``used_k`` ``[num_requests]`` (int32) says how many keys of each
+    request are real where whole pages are gathered; None where all are.
     """
 
     write_locations: torch.Tensor
@@ -28,43 +29,57 @@ class PackedBatch:
     max_q: int
     max_k: int
     num_keys: int
-    gathered: Gathered | None
+    gathered: Gathered | None = None
+    used_k: torch.Tensor | None = None
 
 
 def pack(ctx: ForwardContext, pool: PagedKVPool) -> PackedBatch:
     """The packed batch of a forward that has rows."""
     rows, keys = ctx.extend_lens_host, ctx.seq_lens_host
-    offsets = [0, *accumulate(rows), 0, *accumulate(keys)]
-    parts = [torch.tensor(offsets, dtype=torch.int32, device="cpu")]
-    table = metadata.page_table(ctx, pool) if any(ctx.prefix_lens_host) else None
-    if table is not None:
-        parts += _places(keys, table.shape[1], pool)
-    cu, *places = metadata.upload(parts, pool.device)
-    cu_q, cu_k = cu.chunk(2)
+    offsets = [[0, *accumulate(rows)], [0, *accumulate(keys)], keys]
+    cu_q, cu_k, lens = metadata.to_device(offsets, pool.device)
     gathered = None
-    if table is not None:
-        entry, offset = places
-        pages = table.reshape(-1).index_select(0, entry)
-        slots = torch.add(offset.view(-1, len(entry)), pages, alpha=pool.page_size)
-        gathered = Gathered(pool, slots.view(-1))
-    # Kernels take a longest request of one row to mean that each has exactly one.
-    max_q = max(rows) if min(rows) else max(2, *rows)
-    locations = metadata.write_locations(ctx)
-    return PackedBatch(locations, cu_q, cu_k, max_q, max(keys), sum(keys), gathered)
+    if any(ctx.prefix_lens_host):
+        slots = _slots(metadata.page_table(ctx, pool), cu_k, lens, sum(keys), pool.page_size)
+        gathered = pool.gathered_slots(slots)
+    return PackedBatch(
+        metadata.write_locations(ctx), cu_q, cu_k, _longest(rows), max(keys), sum(keys), gathered
+    )
 
 
-def _places(lens: Sequence[int], width: int, pool: PagedKVPool) -> list[torch.Tensor]:
-    """Entry of the flat page table and offset in the page of every key, on the host.
+def pack_pages(ctx: ForwardContext, pool: PagedKVPool) -> PackedBatch:
+    """The same with whole pages gathered, for kernels that take ``used_k``.
 
-    The offsets have what leads from the keys to the values added, where the pool has both in one.
-    A launch for each of these steps would take longer than all of them together.
+    There are fewer pages than keys: what is to be gathered is listed on the host, where a launch
+    for each step of it would take longer, and a page is read in one piece.
     """
-    counts = torch.tensor(lens, dtype=torch.int64, device="cpu")
-    request = torch.repeat_interleave(counts)
-    place = torch.arange(len(request), device="cpu") - (counts.cumsum(0) - counts)[request]
-    entry = request.mul_(width).add_(place // pool.page_size)
-    offset = place.remainder_(pool.page_size)
-    return [entry, torch.cat([offset + start for start in pool.starts])]
+    if not any(ctx.prefix_lens_host) or not pool.gathers_pages:
+        return pack(ctx, pool)
+    table = metadata.page_table(ctx, pool)
+    rows, keys, width = ctx.extend_lens_host, ctx.seq_lens_host, table.shape[1]
+    counts = [pool.pages_for(length) for length in keys]
+    cu_k = [0, *accumulate(count * pool.page_size for count in counts)]
+    entries = [i * width + j for i, count in enumerate(counts) for j in range(count)]
+    cu_q, cu_keys, used, entry = metadata.to_device(
+        [[0, *accumulate(rows)], cu_k, keys, entries], pool.device
+    )
+    gathered = pool.gathered_pages(table.reshape(-1).index_select(0, entry))
+    locations = metadata.write_locations(ctx)
+    return PackedBatch(
+        locations, cu_q, cu_keys, _longest(rows), max(keys), cu_k[-1], gathered, used
+    )
+
+
+def _longest(rows: Sequence[int]) -> int:
+    """Kernels take a longest request of one row to mean that each has exactly one."""
+    return max(rows) if min(rows) else max(2, *rows)
+
+
+def _slots(
+    table: torch.Tensor, cu_k: torch.Tensor, lens: torch.Tensor, num_keys: int, page_size: int
+) -> torch.Tensor:
+    request, place = positions(cu_k, lens, num_keys)
+    return table[request, place // page_size] * page_size + place % page_size
 
 
 def gather(

@@ -26,7 +26,7 @@ from ..kv_cache import PagedKVPool
 from . import metadata
 from .backend import AttentionLayer, register_attention_backend
 from .captured import MAX_CAPTURED_REQUESTS, CapturedBatch
-from .packed import PackedBatch, gather, pack
+from .packed import PackedBatch, gather, pack_pages
 from .pooled import PooledAttention
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ class VarlenAttention(PooledAttention):
 
     def prepared(self, ctx: ForwardContext) -> PackedBatch:
         """See :class:`PooledAttention`."""
-        return pack(ctx, self.pool)
+        return pack_pages(ctx, self.pool)
 
     def attend(
         self,
@@ -98,6 +98,7 @@ class VarlenAttention(PooledAttention):
             scale=layer.scale,
             window_size_left=left,
             window_size_right=right,
+            seqused_k=batch.used_k,
         )
 
     def _check(self, layer: AttentionLayer, q: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -187,14 +188,17 @@ def plain(lengths: list[int], num_decodes: int = 0, **fields: Any) -> Any:
 )
 def test_what_replays(shared: PrefillGraph, ctx: Any, reason: Refusal | None) -> None:
     assert shared.can_run(ctx) is (reason is None)
-    assert shared.why_not(ctx) == (None if reason is None else str(reason))
+    seen = shared.why_not(ctx)
+    assert (seen is None) if reason is None else (seen or "").startswith(str(reason))
 
 
 def test_a_refused_forward_is_an_error_or_runs_eagerly() -> None:
     graph = made()
     batch = Batch(pool_of(graph), [MAX_TOKENS + 1])
     ctx, ids = batch.context([MAX_TOKENS + 1])
-    with pytest.raises(FallbackError, match="above the largest captured bucket"):
+    said = "above the largest captured bucket (65 tokens, bucket 64)"
+    assert graph.why_not(ctx) == said
+    with pytest.raises(FallbackError, match=re.escape(f"does not replay: {said}. Ask")):
         graph.replay(ctx, ids)
     output = graph.run(ctx, ids)
     assert not output.replayed
@@ -231,13 +235,20 @@ def test_the_ladder(options: dict[str, Any], buckets: tuple[int, ...]) -> None:
 def test_without_padding_only_exact_sizes_replay() -> None:
     graph = made(padding=False, max_tokens=32)
     assert graph.can_run(plain([16])) and graph.can_run(plain([10, 22]))
-    assert graph.why_not(plain([17])) == str(Refusal.EXACT_ONLY)
+    said = str(Refusal.EXACT_ONLY)
+    assert graph.why_not(plain([17])) == f"{said} (17 tokens, nearest buckets 16 and 32)"
+    assert graph.why_not(plain([3])) == f"{said} (3 tokens, nearest bucket 16)"
+    graph.run(*Batch(pool_of(graph), [17]).context([17]))
+    assert graph.refusals == {said: 1}
 
 
 def test_a_bucket_far_above_the_count_is_not_used() -> None:
     graph = made(buckets=[8, 64])
     assert graph.can_run(plain([5])) and graph.can_run(plain([32]))
-    assert graph.why_not(plain([20])) == str(Refusal.PADDING_RATIO)
+    said = "20 tokens, bucket 64, 3.2 times as many; accepted: 2 times"
+    assert graph.why_not(plain([20])) == f"{Refusal.PADDING_RATIO} ({said})"
+    graph.run(*Batch(pool_of(graph), [20]).context([20]))
+    assert graph.refusals == {str(Refusal.PADDING_RATIO): 1}
 
 
 def encoder() -> nn.Module:
@@ -337,7 +348,7 @@ def test_every_rank_takes_the_bucket_of_the_largest() -> None:
     ("fields", "reason"),
     [
         (ranks([20, 0]), "rank 1 is in mode idle"),
-        (ranks([20, 90]), str(Refusal.TOO_LONG)),
+        (ranks([20, 90]), "bucket (90 tokens on the largest rank, bucket 64)"),
         (ranks([20, 5], rank_aux_hidden=[None, "draft"]), "rank 1 has 'draft'"),
         (ranks([20, 5], rank_layer_inputs=[False, True]), str(Refusal.LAYER_INPUTS)),
         (ranks([20, 5], rank_layer_inputs=[False, False]), None),

@@ -214,9 +214,9 @@ class PrefillGraph:
     def why_not(
         self, ctx: ForwardContext, multimodal: MultimodalInputs | None = None
     ) -> str | None:
-        """Why :meth:`replay` does not serve this forward; None when it does."""
+        """Why :meth:`replay` does not serve this forward, with numbers; None when it does."""
         decision = self._decide(ctx, multimodal)
-        return None if isinstance(decision, int) else str(decision)
+        return None if isinstance(decision, int) else self._with_numbers(decision, ctx)
 
     def _decide(self, ctx: ForwardContext, multimodal: MultimodalInputs | None) -> int | str:
         layer_inputs = multimodal is not None and bool(multimodal.layer_inputs)
@@ -239,6 +239,15 @@ class PrefillGraph:
         if isinstance(decision, int) and self._autocast_now() != self._autocast:
             return Refusal.AUTOCAST
         return decision
+
+    def _with_numbers(self, refusal: str, ctx: ForwardContext) -> str:
+        """A refusal as it is told; counters keep the plain reason, as each count is another key."""
+        counts = ctx.rank_num_tokens or (ctx.num_tokens,)
+        numbers = self._rules.numbers(refusal, max(counts))
+        if numbers is None:
+            return str(refusal)
+        where = " on the largest rank" if len(counts) > 1 else ""
+        return f"{refusal} ({max(counts)} tokens{where}, {numbers})"
 
     def _autocast_now(self) -> torch.dtype | None:
         """What autocast rounds to on the model's device; None while it is off."""
@@ -320,7 +329,7 @@ class PrefillGraph:
         if not isinstance(decision, int):
             raise FallbackError(
                 f"this forward ({ctx.num_tokens} tokens, {ctx.mode.value}) does not replay: "
-                f"{decision}. Ask can_run() first, or call run()"
+                f"{self._with_numbers(decision, ctx)}. Ask can_run() first, or call run()"
             )
         rows = self._rows(ctx, input_ids, inputs_embeds)
         return self._replay(ctx, rows, decision, multimodal, logits_rows)

@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from .tracing import fresh_frame, mark_tokens, parameter_names, tracing_config
 
 log = logging.getLogger(__name__)
 
+OPTION_NAMES = frozenset({"options", *(field.name for field in fields(Options))})
 NOT_REACHED = "PyTorch called no graph of this backend"
 
 
@@ -136,6 +138,7 @@ class CompiledPrefill:
 
         Without arguments, capture what earlier calls queued (``capture="queued"``).
         """
+        _refuse_stray_options("warmup", self, kwargs)
         if not args and not kwargs:
             for graph in self.graphs:
                 if isinstance(graph, PrefillRuntime):
@@ -280,10 +283,13 @@ def explain(
     """Trace and partition a model for these inputs without running it.
 
     Works on the meta device: no weight is read. ``prefill_options`` are those of the backend;
-    ``break_modules`` as in :func:`compile`, a few of which may be run on a few rows of zeros.
-    Containers among the arguments (a KV cache) are copied, so that tracing leaves them alone.
+    ``break_modules`` as in :func:`compile`, a few of which may be run on a few rows of zeros. What
+    :func:`compile` returned has both already. Containers among the arguments (a KV cache) are
+    copied, so that tracing leaves them alone. Raises OptionError for bad options.
     """
+    _refuse_stray_options("explain", model, kwargs)
     if isinstance(model, CompiledPrefill):
+        _refuse_new_options(prefill_options, break_modules)
         options, call = model.options, model._call
     else:
         options = parse_options(prefill_options)
@@ -304,6 +310,37 @@ def explain(
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))
+
+
+def _refuse_stray_options(door: str, model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Options among the arguments of a model, where one with ``**kwargs`` would swallow them."""
+    target = _module_of(model)
+    try:
+        named = inspect.signature(_signature_of(target)).parameters
+    except (TypeError, ValueError):  # a callable that hides what it takes
+        return
+    stray = [name for name in kwargs if name in OPTION_NAMES and name not in named]
+    if stray:
+        compiled = isinstance(model, CompiledPrefill)
+        place = "give it to fx_prefill.compile" if compiled else "pass prefill_options={...}"
+        raise OptionError(
+            f"{door}() got {stray[0]}=, an option of the backend, among the arguments of "
+            f"{_name_of(target)}; {place}. (An argument of the model that is called like that has "
+            "to be named in its forward)"
+        )
+
+
+def _refuse_new_options(prefill_options: Any, break_modules: Any) -> None:
+    if prefill_options is not None or break_modules != ():
+        name = "break_modules" if prefill_options is None else "prefill_options"
+        raise OptionError(
+            f"explain() got {name}= for a model that is compiled already, with options of its own; "
+            "leave it out, or explain the module itself"
+        )
+
+
+def _name_of(target: Any) -> str:
+    return getattr(target, "__name__", type(target).__name__)
 
 
 def _signature_of(model: Any) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from .execution.dispatch import PrefillRuntime, whole_ladder
 from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
 from .graph.trace import trace
+from .integrations.transformers import LIVE_ATTENTION
 from .opaque.calls import opaque_calls
 from .opaque.install import OpaqueModules, installed
 from .options import Options, parse_options
@@ -185,6 +186,7 @@ def compile(
             f"{type(model).__name__} is compiled already, by fx_prefill.compile or module.compile; "
             "undo that first"
         )
+    _check_own_attention(model)
     if not isinstance(module_guards, bool):
         raise OptionError(f"module_guards is {module_guards!r}; accepted: True or False")
     _check_token_dims(model, token_dims)
@@ -192,6 +194,16 @@ def compile(
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = compiled
     return compiled
+
+
+def _check_own_attention(model: Any) -> None:
+    config = getattr(model, "config", None)
+    now = getattr(config, "_attn_implementation", None)
+    if now == LIVE_ATTENTION and hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"a PrefillGraph has switched the attention of {type(model).__name__} to that of its "
+            "contexts, and a call without one cannot attend; call that graph, or close() it first"
+        )
 
 
 def _check_token_dims(model: Any, token_dims: Mapping[str | int, int] | None) -> None:
@@ -220,10 +232,10 @@ def _check_token_dims(model: Any, token_dims: Mapping[str | int, int] | None) ->
 def report(compiled: Any) -> Report:
     """What was planned and what ran, for anything compiled with this backend.
 
-    Takes what :func:`compile` or ``torch.compile`` returned, or the module itself. Raises
-    NotCompiledError when no graph of it is known.
+    Takes what :func:`compile` or ``torch.compile`` returned, the module itself, or a PrefillGraph.
+    Raises NotCompiledError when no graph of it is known.
     """
-    if isinstance(compiled, CompiledPrefill):
+    if not isinstance(compiled, torch.nn.Module) and hasattr(compiled, "report"):
         return compiled.report()
     module = getattr(compiled, "_orig_mod", compiled)
     if isinstance(getattr(module, "_compiled_call_impl", None), CompiledPrefill):
@@ -264,6 +276,10 @@ def warmup(compiled: Any, *args: Any, **kwargs: Any) -> Report:
     if not isinstance(compiled, CompiledPrefill):
         inside = getattr(compiled, "_compiled_call_impl", None)
         if not isinstance(inside, CompiledPrefill):
+            if hasattr(compiled, "warmup"):
+                raise NotCompiledError(
+                    f"a {type(compiled).__name__} has a warmup() of its own: call that"
+                )
             raise NotCompiledError(
                 f"a {type(compiled).__name__} that fx_prefill.compile did not compile cannot be "
                 "warmed up; with torch.compile, use the option capture='all' and call it once"

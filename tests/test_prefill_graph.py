@@ -24,7 +24,13 @@ from torch import nn
 
 import fx_prefill
 from fx_prefill import ForwardContext, ForwardMode, MultimodalInputs, PrefillGraph
-from fx_prefill.errors import ContextError, FallbackError, OptionError, ServingError
+from fx_prefill.errors import (
+    ContextError,
+    FallbackError,
+    NotCompiledError,
+    OptionError,
+    ServingError,
+)
 from fx_prefill.execution.dispatch import FallbackReason
 from fx_prefill.serving.context import current_context
 from fx_prefill.serving.decisions import Refusal
@@ -142,6 +148,9 @@ def test_text_and_multimodal_forwards_replay_the_same_graphs() -> None:
     assert graph.replays == {"extend": 1, "extend, multimodal": 1}
     (runtime,) = graph.report().graphs
     assert runtime.replays == {32: 2} and runtime.recaptures == 0
+    assert fx_prefill.report(graph) == graph.report()
+    with pytest.raises(NotCompiledError, match=r"PrefillGraph has a warmup\(\) of its own"):
+        fx_prefill.warmup(graph)
 
 
 def test_rows_asked_for_and_accepted_rows(shared: PrefillGraph) -> None:

@@ -175,6 +175,8 @@ def valid(**changes: Any) -> ForwardContext:
     ("changes", "said"),
     [
         ({"seq_lens_host": [5]}, "seq_lens_host has 1 entries for 2 requests"),
+        ({"seq_lens_host": None}, "seq_lens_host is None; required: a list of Python integers"),
+        ({"extend_lens_host": torch.tensor([3, 1])}, "extend_lens_host is a Tensor; required"),
         ({"prefix_lens_host": [2, 8, 1]}, "prefix_lens_host has 3 entries"),
         ({"num_tokens": 5}, "extend_lens_host sums to 4 and num_tokens is 5"),
         ({"seq_lens_host": [5, 8]}, r"required: prefix_lens_host \+ extend_lens_host"),
@@ -187,6 +189,38 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
     valid().validate()
     with pytest.raises(ContextError, match=said):
         valid(**changes).validate()
+
+
+ON_A_DEVICE = torch.ones(2, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((ON_A_DEVICE,), "extend_lens is on meta; required: a list .*wait for the device"),
+        ((list(ON_A_DEVICE),), "extend_lens is on meta"),
+        (([3, 4], ON_A_DEVICE), "prefix_lens is on meta"),
+        ((None,), "extend_lens is None; required: a list of whole numbers"),
+        (([3, 4.0],), r"extend_lens is \[3, 4.0\]; required: a list of whole numbers"),
+        (([3, 4], [[1], [2]]), "prefix_lens is .*; required: a list of whole numbers"),
+    ],
+)
+def test_lengths_are_numbers_of_the_host(given: Any, said: str) -> None:
+    with pytest.raises(ContextError, match=said):
+        ForwardContext.from_lengths(*given)
+
+
+def test_lengths_in_an_array_of_the_host_become_integers() -> None:
+    ctx = ForwardContext.from_lengths(torch.tensor([3, 4]), torch.tensor([1, 0]).numpy())
+    assert ctx.extend_lens_host == [3, 4] and ctx.seq_lens_host == [4, 4]
+    numbers = [ctx.num_tokens, *ctx.extend_lens_host, *ctx.prefix_lens_host, *ctx.seq_lens_host]
+    assert {type(number) for number in numbers} == {int}
+
+
+@pytest.mark.parametrize("name", ["pages", "num_tokens"])
+def test_fields_that_are_not_there_are_refused(name: str) -> None:
+    with pytest.raises(ContextError, match=f"got {name}=; accepted: .*page_table, .*extra"):
+        ForwardContext.from_lengths([3], **{name: 1})
 
 
 def test_counts_and_modes_follow_from_lengths() -> None:

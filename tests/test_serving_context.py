@@ -11,7 +11,7 @@ import torch
 
 import fx_prefill
 from fx_prefill import ForwardContext, ForwardMode, current_context, forward_context
-from fx_prefill.errors import ContextError
+from fx_prefill.errors import ContextError, ServingError
 
 
 class Recorder:
@@ -74,6 +74,35 @@ def test_the_backend_is_told_before_the_first_layer() -> None:
         assert backend.told == [ctx]
         assert attend(2).eq(1).all()
     assert len(backend.told) == len(backend.ran) == 1
+
+
+@pytest.mark.parametrize("rows_given", [2, 3])
+def test_a_backend_that_returns_its_result_is_told_to_write_it(rows_given: int) -> None:
+    class Returns(Recorder):
+        def forward(self, q: Any, k: Any, v: Any, layer: Any, out: torch.Tensor, ctx: Any) -> Any:
+            return torch.ones_like(out)
+
+    said = "layer 0: forward of Returns returned something; required: None, .* written to `out`"
+    with (
+        forward_context(ForwardContext.from_lengths([2], attention=Returns())),
+        pytest.raises(ServingError, match=said),
+    ):
+        attend(rows_given)
+
+
+def test_a_captured_backend_that_returns_its_result_is_told_to_write_it() -> None:
+    class Returns(Recorder):
+        def prepare_captured(self, ctx: ForwardContext, bucket: int) -> None: ...
+
+        def forward_captured(self, q: Any, k: Any, v: Any, layer: Any, out: torch.Tensor) -> Any:
+            return out
+
+    ctx = ForwardContext.from_lengths([2], attention=Returns(), captured_bucket=2)
+    with (
+        forward_context(ctx),
+        pytest.raises(ServingError, match="forward_captured of Returns returned something"),
+    ):
+        attend(2)
 
 
 def test_the_outer_context_is_back_after_the_inner_and_after_an_error() -> None:

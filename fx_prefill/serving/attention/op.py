@@ -89,7 +89,8 @@ def run_attention(
     made = _layer if sinks is None else AttentionLayer
     what = made(layer, scale, causal, window or None, soft_cap or None, sinks)
     if ctx.captured_bucket:
-        backend.forward_captured(q, k, v, what, out)  # type: ignore[attr-defined]
+        if backend.forward_captured(q, k, v, what, out) is not None:  # type: ignore[attr-defined]
+            raise _not_written(layer, "forward_captured", backend)
         return
     num_tokens = ctx.num_tokens
     if q.shape[0] != num_tokens:
@@ -101,7 +102,15 @@ def run_attention(
         # Rows that the engine padded itself: only real ones reach the cache.
         out[num_tokens:].zero_()
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
-    backend.forward(q, k, v, what, out, ctx)
+    if backend.forward(q, k, v, what, out, ctx) is not None:  # type: ignore[func-returns-value]
+        raise _not_written(layer, "forward", backend)
+
+
+def _not_written(layer: int, method: str, backend: Any) -> ServingError:
+    return ServingError(
+        f"layer {layer}: {method} of {type(backend).__name__} returned something; required: None, "
+        "as the next segment reads what was written to `out`, and nothing else"
+    )
 
 
 _library.impl("attention", run_attention, "CompositeExplicitAutograd")

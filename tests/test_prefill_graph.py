@@ -453,6 +453,9 @@ def test_options_are_checked() -> None:
         PrefillGraph(PackedLM(), attention="no such")
     with pytest.raises(OptionError, match="at least 2 rows"):
         PrefillGraph(PackedLM(), attention=backend, buckets=[1, 16])
+    with pytest.raises(OptionError, match=r"max_tokens is 0, which disables.*enforce_eager=True"):
+        PrefillGraph(PackedLM(), attention=backend, max_tokens=0)
+    PrefillGraph(PackedLM(), attention=backend, max_tokens=0, enforce_eager=True).warmup()
     with pytest.raises(ServingError, match="which is for transformers models"):
         PrefillGraph(PackedLM(), attention=backend, aux_hidden={"draft": [1]})
     with pytest.raises(ServingError, match="a list of layers"):

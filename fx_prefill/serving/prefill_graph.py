@@ -36,7 +36,7 @@ from .fit import check_attention
 from .forwards import MultimodalInputs, PrefillOutput
 from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
-from .setup import checked_model, declared_variants, never_replays, options_of
+from .setup import check_replays_wanted, checked_model, declared_variants, never_replays, options_of
 from .variants import Variant, trace_variant, with_captured_attention
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class PrefillGraph:
         self._lock = threading.RLock()
         self._with_attention: frozenset[int] = frozenset()
         never = never_replays(model, task, enforce_eager)
+        check_replays_wanted(self.options, never)
         self._rules = Rules(never=never)
         self._restore: Callable[[], None] | None = None
         self._embeds: torch.Tensor | None = None

@@ -536,6 +536,10 @@ def test_what_is_not_found_is_listed_and_may_be_given() -> None:
         PrefillGraph(odd, attention=PlainBackend(pool_for()))
     with pytest.raises(ServingError, match="Pass embedding="):
         PrefillGraph(odd, attention=PlainBackend(pool_for()), decoder=odd.body)
+    with pytest.raises(
+        ServingError, match="Pass decoder= beside embedding=: the module that takes"
+    ):
+        PrefillGraph(odd, attention=PlainBackend(pool_for()), embedding=odd.table)
     graph = PrefillGraph(
         odd, attention=PlainBackend(pool_for()), decoder=odd.body, embedding=odd.table
     )

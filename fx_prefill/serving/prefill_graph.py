@@ -268,10 +268,10 @@ class PrefillGraph:
         """
         if self._embeds is None or self._embeds.shape[0] < num_tokens:
             self._require_decoder()
-            weight = next(self.decoder.embedding.parameters())
+            row = self.decoder.sample_rows(1)
             shape = (max(num_tokens, self.options.max_tokens), self._hidden_size)
             with torch.inference_mode(False):  # written inside and outside of it
-                self._embeds = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+                self._embeds = torch.zeros(shape, dtype=row.dtype, device=row.device)
         return self._embeds[:num_tokens]
 
     @cached_property

@@ -322,7 +322,8 @@ class PrefillGraph:
         ``input_ids`` ``[num_tokens]`` or ``inputs_embeds`` ``[num_tokens, hidden]``; positions,
         pages and lengths are those of ``ctx``. ``logits_rows`` are the rows that logits are wanted
         of; by default the last row of each request, or with ``ctx.accept_lengths`` its last
-        accepted one. What is only seen here (a weight of another dtype, a replaced module) makes
+        accepted one (counts on a GPU are taken at their word: to check them the host would have to
+        wait). What is only seen here (a weight of another dtype, a replaced module) makes
         the forward run eagerly, counted. Raises FallbackError where :meth:`why_not` has a reason,
         ContextError.
         """

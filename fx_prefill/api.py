@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .execution.dispatch import PrefillRuntime, whole_ladder
 from .graph.normalize import value_of
 from .graph.symbols import evaluate_scalar, evaluate_sizes, expr_of, size_exprs
 from .graph.trace import trace
+from .integrations.transformers import LIVE_ATTENTION
 from .opaque.calls import opaque_calls
 from .opaque.install import OpaqueModules, installed
 from .options import Options, parse_options
@@ -37,6 +39,7 @@ from .tracing import fresh_frame, mark_tokens, parameter_names, tracing_config
 
 log = logging.getLogger(__name__)
 
+OPTION_NAMES = frozenset({"options", *(field.name for field in fields(Options))})
 NOT_REACHED = "PyTorch called no graph of this backend"
 
 
@@ -136,6 +139,7 @@ class CompiledPrefill:
 
         Without arguments, capture what earlier calls queued (``capture="queued"``).
         """
+        _refuse_stray_options("warmup", self, kwargs)
         if not args and not kwargs:
             for graph in self.graphs:
                 if isinstance(graph, PrefillRuntime):
@@ -182,6 +186,7 @@ def compile(
             f"{type(model).__name__} is compiled already, by fx_prefill.compile or module.compile; "
             "undo that first"
         )
+    _check_own_attention(model)
     if not isinstance(module_guards, bool):
         raise OptionError(f"module_guards is {module_guards!r}; accepted: True or False")
     _check_token_dims(model, token_dims)
@@ -189,6 +194,16 @@ def compile(
     if isinstance(model, torch.nn.Module):
         model._compiled_call_impl = compiled
     return compiled
+
+
+def _check_own_attention(model: Any) -> None:
+    config = getattr(model, "config", None)
+    now = getattr(config, "_attn_implementation", None)
+    if now == LIVE_ATTENTION and hasattr(model, "set_attn_implementation"):
+        raise TypeError(
+            f"a PrefillGraph has switched the attention of {type(model).__name__} to that of its "
+            "contexts, and a call without one cannot attend; call that graph, or close() it first"
+        )
 
 
 def _check_token_dims(model: Any, token_dims: Mapping[str | int, int] | None) -> None:
@@ -217,10 +232,10 @@ def _check_token_dims(model: Any, token_dims: Mapping[str | int, int] | None) ->
 def report(compiled: Any) -> Report:
     """What was planned and what ran, for anything compiled with this backend.
 
-    Takes what :func:`compile` or ``torch.compile`` returned, or the module itself. Raises
-    NotCompiledError when no graph of it is known.
+    Takes what :func:`compile` or ``torch.compile`` returned, the module itself, or a PrefillGraph.
+    Raises NotCompiledError when no graph of it is known.
     """
-    if isinstance(compiled, CompiledPrefill):
+    if not isinstance(compiled, torch.nn.Module) and hasattr(compiled, "report"):
         return compiled.report()
     module = getattr(compiled, "_orig_mod", compiled)
     if isinstance(getattr(module, "_compiled_call_impl", None), CompiledPrefill):
@@ -261,6 +276,10 @@ def warmup(compiled: Any, *args: Any, **kwargs: Any) -> Report:
     if not isinstance(compiled, CompiledPrefill):
         inside = getattr(compiled, "_compiled_call_impl", None)
         if not isinstance(inside, CompiledPrefill):
+            if hasattr(compiled, "warmup"):
+                raise NotCompiledError(
+                    f"a {type(compiled).__name__} has a warmup() of its own: call that"
+                )
             raise NotCompiledError(
                 f"a {type(compiled).__name__} that fx_prefill.compile did not compile cannot be "
                 "warmed up; with torch.compile, use the option capture='all' and call it once"
@@ -280,10 +299,13 @@ def explain(
     """Trace and partition a model for these inputs without running it.
 
     Works on the meta device: no weight is read. ``prefill_options`` are those of the backend;
-    ``break_modules`` as in :func:`compile`, a few of which may be run on a few rows of zeros.
-    Containers among the arguments (a KV cache) are copied, so that tracing leaves them alone.
+    ``break_modules`` as in :func:`compile`, a few of which may be run on a few rows of zeros. What
+    :func:`compile` returned has both already. Containers among the arguments (a KV cache) are
+    copied, so that tracing leaves them alone. Raises OptionError for bad options.
     """
+    _refuse_stray_options("explain", model, kwargs)
     if isinstance(model, CompiledPrefill):
+        _refuse_new_options(prefill_options, break_modules)
         options, call = model.options, model._call
     else:
         options = parse_options(prefill_options)
@@ -304,6 +326,37 @@ def explain(
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))
+
+
+def _refuse_stray_options(door: str, model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Options among the arguments of a model, where one with ``**kwargs`` would swallow them."""
+    target = _module_of(model)
+    try:
+        named = inspect.signature(_signature_of(target)).parameters
+    except (TypeError, ValueError):  # a callable that hides what it takes
+        return
+    stray = [name for name in kwargs if name in OPTION_NAMES and name not in named]
+    if stray:
+        compiled = isinstance(model, CompiledPrefill)
+        place = "give it to fx_prefill.compile" if compiled else "pass prefill_options={...}"
+        raise OptionError(
+            f"{door}() got {stray[0]}=, an option of the backend, among the arguments of "
+            f"{_name_of(target)}; {place}. (An argument of the model that is called like that has "
+            "to be named in its forward)"
+        )
+
+
+def _refuse_new_options(prefill_options: Any, break_modules: Any) -> None:
+    if prefill_options is not None or break_modules != ():
+        name = "break_modules" if prefill_options is None else "prefill_options"
+        raise OptionError(
+            f"explain() got {name}= for a model that is compiled already, with options of its own; "
+            "leave it out, or explain the module itself"
+        )
+
+
+def _name_of(target: Any) -> str:
+    return getattr(target, "__name__", type(target).__name__)
 
 
 def _signature_of(model: Any) -> Callable[..., Any]:

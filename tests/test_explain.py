@@ -174,6 +174,37 @@ def test_explain_of_a_compiled_model_uses_its_options() -> None:
     assert compiled.report().graphs == ()
 
 
+def takes_anything(x: torch.Tensor, **more: object) -> torch.Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "buckets", "options"])
+def test_an_option_is_not_swallowed_as_an_argument_of_the_model(name: str) -> None:
+    said = f"explain.. got {name}=, .*takes_anything; pass prefill_options="
+    with pytest.raises(OptionError, match=said):
+        fx_prefill.explain(takes_anything, rows(17), **{name: 64})
+    compiled = fx_prefill.compile(takes_anything, max_tokens=32)
+    with pytest.raises(OptionError, match=r"give it to fx_prefill\.compile"):
+        fx_prefill.explain(compiled, rows(17), **{name: 64})
+    with pytest.raises(OptionError, match=f"warmup.. got {name}=.*give it to fx_prefill.compile"):
+        fx_prefill.warmup(compiled, rows(17), **{name: 64})
+
+
+def test_an_argument_that_the_model_names_may_be_called_like_an_option() -> None:
+    def shifted(x: torch.Tensor, padding: float, **more: object) -> torch.Tensor:
+        return (x + padding).cumsum(1)
+
+    (graph,) = fx_prefill.explain(shifted, rows(17), padding=2.0, other=1).graphs
+    assert graph.num_breaks
+
+
+@pytest.mark.parametrize("given", [{"prefill_options": {"max_tokens": 8}}, {"break_modules": None}])
+def test_options_of_a_compiled_model_cannot_be_given_again(given: dict[str, object]) -> None:
+    compiled = fx_prefill.compile(decoder(), max_tokens=32)
+    with pytest.raises(OptionError, match=f"{next(iter(given))}=.* compiled already"):
+        fx_prefill.explain(compiled, rows(17), **given)
+
+
 # ---- report -------------------------------------------------------------------------------------
 
 CALLS = (17, 20, 16, 64, 65, 17, 100)

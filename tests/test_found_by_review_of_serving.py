@@ -325,7 +325,12 @@ def test_another_default_device_changes_nothing() -> None:
 
 
 def test_a_warm_graph_without_buckets_does_not_ask_for_a_warm_up() -> None:
-    graph = made(max_tokens=0)
+    def fails(bucket: int) -> None:
+        raise CaptureError("not this one")
+
+    graph = PrefillGraph(PackedLM(), attention=PlainBackend(pool_for()), max_tokens=16)
+    graph._capture = fails  # type: ignore[method-assign]
+    graph.warmup()
     ctx, _ = Batch(pool_of(graph), [9]).context([9])
     assert graph.why_not(ctx) == str(Refusal.NONE_LEFT)
 

@@ -90,6 +90,25 @@ def test_pages_and_slots_of_tokens() -> None:
         pool.slots([5, 2], 3, 9)
 
 
+@pytest.mark.parametrize("page", [DUMMY_PAGE, -1, 6])
+def test_pages_that_are_none_of_the_pool_have_no_slots(page: int) -> None:
+    pool = make_pool()
+    said = f"page {page} holds no request; required: pages that allocate.. gave, of 1 to 5"
+    with pytest.raises(ServingError, match=said):
+        pool.slots([5, page], 3, 5)
+    with pytest.raises(ServingError, match=said):
+        pool.page_table([[5, 2], [], [page]])
+    # Pages that are not asked of may be the filling of a table.
+    assert pool.slots([5, page], 1, 4) == [21, 22, 23]
+    assert pool.slots([page, 5], 4, 5) == [20]
+    assert pool.slots([page], 4, 4) == []
+
+
+def test_tokens_before_the_first_have_no_slots() -> None:
+    with pytest.raises(ServingError, match="tokens -1 to 2 are asked for; required: from 0 on"):
+        make_pool().slots([5, 2], -1, 2)
+
+
 def test_the_page_table_is_filled_up_with_the_reserved_page() -> None:
     pool = make_pool()
     table = pool.page_table([[5, 2], [], [3]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,13 @@ from torch import nn
 
 import fx_prefill
 from fx_prefill import ForwardContext, ForwardMode, MultimodalInputs, PrefillGraph
-from fx_prefill.errors import ContextError, FallbackError, OptionError, ServingError
+from fx_prefill.errors import (
+    ContextError,
+    FallbackError,
+    NotCompiledError,
+    OptionError,
+    ServingError,
+)
 from fx_prefill.execution.dispatch import FallbackReason
 from fx_prefill.serving.context import current_context
 from fx_prefill.serving.decisions import Refusal
@@ -141,6 +148,9 @@ def test_text_and_multimodal_forwards_replay_the_same_graphs() -> None:
     assert graph.replays == {"extend": 1, "extend, multimodal": 1}
     (runtime,) = graph.report().graphs
     assert runtime.replays == {32: 2} and runtime.recaptures == 0
+    assert fx_prefill.report(graph) == graph.report()
+    with pytest.raises(NotCompiledError, match=r"PrefillGraph has a warmup\(\) of its own"):
+        fx_prefill.warmup(graph)
 
 
 def test_rows_asked_for_and_accepted_rows(shared: PrefillGraph) -> None:
@@ -187,14 +197,17 @@ def plain(lengths: list[int], num_decodes: int = 0, **fields: Any) -> Any:
 )
 def test_what_replays(shared: PrefillGraph, ctx: Any, reason: Refusal | None) -> None:
     assert shared.can_run(ctx) is (reason is None)
-    assert shared.why_not(ctx) == (None if reason is None else str(reason))
+    seen = shared.why_not(ctx)
+    assert (seen is None) if reason is None else (seen or "").startswith(str(reason))
 
 
 def test_a_refused_forward_is_an_error_or_runs_eagerly() -> None:
     graph = made()
     batch = Batch(pool_of(graph), [MAX_TOKENS + 1])
     ctx, ids = batch.context([MAX_TOKENS + 1])
-    with pytest.raises(FallbackError, match="above the largest captured bucket"):
+    said = "above the largest captured bucket (65 tokens, bucket 64)"
+    assert graph.why_not(ctx) == said
+    with pytest.raises(FallbackError, match=re.escape(f"does not replay: {said}. Ask")):
         graph.replay(ctx, ids)
     output = graph.run(ctx, ids)
     assert not output.replayed
@@ -231,13 +244,20 @@ def test_the_ladder(options: dict[str, Any], buckets: tuple[int, ...]) -> None:
 def test_without_padding_only_exact_sizes_replay() -> None:
     graph = made(padding=False, max_tokens=32)
     assert graph.can_run(plain([16])) and graph.can_run(plain([10, 22]))
-    assert graph.why_not(plain([17])) == str(Refusal.EXACT_ONLY)
+    said = str(Refusal.EXACT_ONLY)
+    assert graph.why_not(plain([17])) == f"{said} (17 tokens, nearest buckets 16 and 32)"
+    assert graph.why_not(plain([3])) == f"{said} (3 tokens, nearest bucket 16)"
+    graph.run(*Batch(pool_of(graph), [17]).context([17]))
+    assert graph.refusals == {said: 1}
 
 
 def test_a_bucket_far_above_the_count_is_not_used() -> None:
     graph = made(buckets=[8, 64])
     assert graph.can_run(plain([5])) and graph.can_run(plain([32]))
-    assert graph.why_not(plain([20])) == str(Refusal.PADDING_RATIO)
+    said = "20 tokens, bucket 64, 3.2 times as many; accepted: 2 times"
+    assert graph.why_not(plain([20])) == f"{Refusal.PADDING_RATIO} ({said})"
+    graph.run(*Batch(pool_of(graph), [20]).context([20]))
+    assert graph.refusals == {str(Refusal.PADDING_RATIO): 1}
 
 
 def encoder() -> nn.Module:
@@ -337,7 +357,7 @@ def test_every_rank_takes_the_bucket_of_the_largest() -> None:
     ("fields", "reason"),
     [
         (ranks([20, 0]), "rank 1 is in mode idle"),
-        (ranks([20, 90]), str(Refusal.TOO_LONG)),
+        (ranks([20, 90]), "bucket (90 tokens on the largest rank, bucket 64)"),
         (ranks([20, 5], rank_aux_hidden=[None, "draft"]), "rank 1 has 'draft'"),
         (ranks([20, 5], rank_layer_inputs=[False, True]), str(Refusal.LAYER_INPUTS)),
         (ranks([20, 5], rank_layer_inputs=[False, False]), None),
@@ -433,6 +453,9 @@ def test_options_are_checked() -> None:
         PrefillGraph(PackedLM(), attention="no such")
     with pytest.raises(OptionError, match="at least 2 rows"):
         PrefillGraph(PackedLM(), attention=backend, buckets=[1, 16])
+    with pytest.raises(OptionError, match=r"max_tokens is 0, which disables.*enforce_eager=True"):
+        PrefillGraph(PackedLM(), attention=backend, max_tokens=0)
+    PrefillGraph(PackedLM(), attention=backend, max_tokens=0, enforce_eager=True).warmup()
     with pytest.raises(ServingError, match="which is for transformers models"):
         PrefillGraph(PackedLM(), attention=backend, aux_hidden={"draft": [1]})
     with pytest.raises(ServingError, match="a list of layers"):
@@ -513,6 +536,10 @@ def test_what_is_not_found_is_listed_and_may_be_given() -> None:
         PrefillGraph(odd, attention=PlainBackend(pool_for()))
     with pytest.raises(ServingError, match="Pass embedding="):
         PrefillGraph(odd, attention=PlainBackend(pool_for()), decoder=odd.body)
+    with pytest.raises(
+        ServingError, match="Pass decoder= beside embedding=: the module that takes"
+    ):
+        PrefillGraph(odd, attention=PlainBackend(pool_for()), embedding=odd.table)
     graph = PrefillGraph(
         odd, attention=PlainBackend(pool_for()), decoder=odd.body, embedding=odd.table
     )

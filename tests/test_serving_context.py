@@ -11,7 +11,7 @@ import torch
 
 import fx_prefill
 from fx_prefill import ForwardContext, ForwardMode, current_context, forward_context
-from fx_prefill.errors import ContextError
+from fx_prefill.errors import ContextError, ServingError
 
 
 class Recorder:
@@ -74,6 +74,35 @@ def test_the_backend_is_told_before_the_first_layer() -> None:
         assert backend.told == [ctx]
         assert attend(2).eq(1).all()
     assert len(backend.told) == len(backend.ran) == 1
+
+
+@pytest.mark.parametrize("rows_given", [2, 3])
+def test_a_backend_that_returns_its_result_is_told_to_write_it(rows_given: int) -> None:
+    class Returns(Recorder):
+        def forward(self, q: Any, k: Any, v: Any, layer: Any, out: torch.Tensor, ctx: Any) -> Any:
+            return torch.ones_like(out)
+
+    said = "layer 0: forward of Returns returned something; required: None, .* written to `out`"
+    with (
+        forward_context(ForwardContext.from_lengths([2], attention=Returns())),
+        pytest.raises(ServingError, match=said),
+    ):
+        attend(rows_given)
+
+
+def test_a_captured_backend_that_returns_its_result_is_told_to_write_it() -> None:
+    class Returns(Recorder):
+        def prepare_captured(self, ctx: ForwardContext, bucket: int) -> None: ...
+
+        def forward_captured(self, q: Any, k: Any, v: Any, layer: Any, out: torch.Tensor) -> Any:
+            return out
+
+    ctx = ForwardContext.from_lengths([2], attention=Returns(), captured_bucket=2)
+    with (
+        forward_context(ctx),
+        pytest.raises(ServingError, match="forward_captured of Returns returned something"),
+    ):
+        attend(2)
 
 
 def test_the_outer_context_is_back_after_the_inner_and_after_an_error() -> None:
@@ -175,6 +204,8 @@ def valid(**changes: Any) -> ForwardContext:
     ("changes", "said"),
     [
         ({"seq_lens_host": [5]}, "seq_lens_host has 1 entries for 2 requests"),
+        ({"seq_lens_host": None}, "seq_lens_host is None; required: a list of Python integers"),
+        ({"extend_lens_host": torch.tensor([3, 1])}, "extend_lens_host is a Tensor; required"),
         ({"prefix_lens_host": [2, 8, 1]}, "prefix_lens_host has 3 entries"),
         ({"num_tokens": 5}, "extend_lens_host sums to 4 and num_tokens is 5"),
         ({"seq_lens_host": [5, 8]}, r"required: prefix_lens_host \+ extend_lens_host"),
@@ -187,6 +218,38 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
     valid().validate()
     with pytest.raises(ContextError, match=said):
         valid(**changes).validate()
+
+
+ON_A_DEVICE = torch.ones(2, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((ON_A_DEVICE,), "extend_lens is on meta; required: a list .*wait for the device"),
+        ((list(ON_A_DEVICE),), "extend_lens is on meta"),
+        (([3, 4], ON_A_DEVICE), "prefix_lens is on meta"),
+        ((None,), "extend_lens is None; required: a list of whole numbers"),
+        (([3, 4.0],), r"extend_lens is \[3, 4.0\]; required: a list of whole numbers"),
+        (([3, 4], [[1], [2]]), "prefix_lens is .*; required: a list of whole numbers"),
+    ],
+)
+def test_lengths_are_numbers_of_the_host(given: Any, said: str) -> None:
+    with pytest.raises(ContextError, match=said):
+        ForwardContext.from_lengths(*given)
+
+
+def test_lengths_in_an_array_of_the_host_become_integers() -> None:
+    ctx = ForwardContext.from_lengths(torch.tensor([3, 4]), torch.tensor([1, 0]).numpy())
+    assert ctx.extend_lens_host == [3, 4] and ctx.seq_lens_host == [4, 4]
+    numbers = [ctx.num_tokens, *ctx.extend_lens_host, *ctx.prefix_lens_host, *ctx.seq_lens_host]
+    assert {type(number) for number in numbers} == {int}
+
+
+@pytest.mark.parametrize("name", ["pages", "num_tokens"])
+def test_fields_that_are_not_there_are_refused(name: str) -> None:
+    with pytest.raises(ContextError, match=f"got {name}=; accepted: .*page_table, .*extra"):
+        ForwardContext.from_lengths([3], **{name: 1})
 
 
 def test_counts_and_modes_follow_from_lengths() -> None:

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from serving_models import HEAD_DIM, KV_HEADS, LAYERS, Batch, PackedLM, PlainBackend, pool_for
+from serving_models import (
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    VOCAB,
+    Batch,
+    PackedLM,
+    PlainBackend,
+    pool_for,
+)
 from torch import nn
 
 import fx_prefill
@@ -90,6 +100,8 @@ def test_what_sees_all_requests_together_is_said(caplog: pytest.LogCaptureFixtur
         ({"model": torch.compile(PackedLM())}, "not compiled by"),
         ({"aux_hidden": [1, 2]}, "accepted: a mapping of names"),
         ({"aux_hidden": {"draft": {}}}, None),
+        ({"embedding": torch.sin}, "embedding is a builtin.* module"),
+        ({"decoder": "model"}, "decoder is a str; required: a module"),
     ],
 )
 def test_what_cannot_be_a_graph(given: dict[str, Any], message: str | None) -> None:
@@ -157,6 +169,45 @@ def test_places_in_the_cache_are_tensors_of_their_shape(field: str, value: Any) 
     setattr(ctx, field, value)
     with pytest.raises(ContextError, match=f"{field} is .*required"):
         graph.run(ctx, ids)
+
+
+class Buffered(nn.Module):
+    """An embedding without parameters, whose rows are wider than its table's numbers."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        table = torch.randn(VOCAB, HIDDEN).half()
+        self.hidden = [table]
+        if registered:
+            self.register_buffer("table", table)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.hidden[0][ids].float()
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_embedding_without_parameters(registered: bool) -> None:
+    model, pool = PackedLM(), pool_for()
+    given = {"decoder": model.model, "embedding": Buffered(registered)}
+    graph = PrefillGraph(model, attention=PlainBackend(pool), max_tokens=16, **given)
+    graph.warmup()
+    ctx, ids = Batch(pool, [9]).context([9])
+    rows = graph.input_embeds(9)
+    assert rows.dtype is torch.float32 and rows.device == ids.device
+    output = graph.replay(ctx, inputs_embeds=rows.copy_(graph.decoder.embedding(ids)))
+    torch.testing.assert_close(output.hidden_states, graph.replay(ctx, ids).hidden_states)
+
+
+def test_nothing_that_says_which_device_is_an_error() -> None:
+    class Bare(nn.Module):
+        def forward(self, inputs_embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return inputs_embeds
+
+    graph = PrefillGraph(
+        Bare(), attention=PlainBackend(pool_for()), decoder=Bare(), embedding=Buffered(False)
+    )
+    with pytest.raises(ServingError, match=r"embedding Buffered.*decoder Bare has a parameter or"):
+        graph.warmup()
 
 
 def test_a_graph_that_is_dropped_gives_the_model_back() -> None:

@@ -14,6 +14,7 @@ import transformers
 from families import BY_NAME, VOCAB
 from more_families import CASE
 
+import fx_prefill
 from fx_prefill import ForwardContext, PagedKVPool, PrefillGraph
 from fx_prefill.errors import ServingError
 
@@ -191,6 +192,19 @@ def test_close_gives_the_model_back_as_it_was() -> None:
     graph.close()
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert not graph.can_run(ForwardContext.from_lengths([10])) and not graph.report().graphs
+
+
+@pytest.mark.parametrize("part", ["whole", "inner"])
+def test_a_model_with_the_live_attention_is_not_compiled(part: str) -> None:
+    """Its calls would find no context; said when it is compiled, and not in a layer's attention."""
+    whole = BY_NAME["llama"].whole("sdpa")
+    model = whole if part == "whole" else whole.model
+    graph = PrefillGraph(whole, attention="sdpa", pool=pool_of(whole, None), max_tokens=16)
+    with pytest.raises(TypeError, match=r"PrefillGraph has switched the attention of Llama.*close"):
+        fx_prefill.compile(model)
+    assert model._compiled_call_impl is None
+    graph.close()
+    fx_prefill.compile(model).undo()
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Gemma3"])

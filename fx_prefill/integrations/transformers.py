@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+LIVE_ATTENTION = "fx_prefill"
+"""Name under which a model's layers call the attention of the live context."""
+
 MIXERS = tuple(
     f"transformers.models.{package}.modeling_{package}.{name}"
     for package, names in {

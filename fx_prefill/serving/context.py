@@ -9,10 +9,11 @@ whatever they set on it for their own time is put back, also when they raise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextError
@@ -107,18 +108,20 @@ class ForwardContext:
         """
         import torch
 
-        prefix = [0] * len(extend_lens) if prefix_lens is None else list(prefix_lens)
-        if len(prefix) != len(extend_lens):
+        _check_fields(fields)
+        extend = _integers("extend_lens", extend_lens)
+        prefix = [0] * len(extend) if prefix_lens is None else _integers("prefix_lens", prefix_lens)
+        if len(prefix) != len(extend):
             raise ContextError(
-                f"there are {len(extend_lens)} extend_lens and {len(prefix)} prefix_lens; "
+                f"there are {len(extend)} extend_lens and {len(prefix)} prefix_lens; "
                 "required: one of each for every request"
             )
-        seq = [p + e for p, e in zip(prefix, extend_lens, strict=True)]
+        seq = [p + e for p, e in zip(prefix, extend, strict=True)]
         # In one copy from pinned memory: others make the host wait for the device.
         where = torch.device(device)
-        numbers = [seq, list(extend_lens), prefix]
-        numbers.append([p + i for p, e in zip(prefix, extend_lens, strict=True) for i in range(e)])
-        ends = itertools.accumulate(extend_lens)
+        numbers = [seq, extend, prefix]
+        numbers.append([p + i for p, e in zip(prefix, extend, strict=True) for i in range(e)])
+        ends = itertools.accumulate(extend)
         numbers.append([end - 1 for end in ends])
         flat = torch.tensor(
             [n for part in numbers for n in part],
@@ -133,15 +136,15 @@ class ForwardContext:
             "prefix_lens": moved[2].to(torch.int32),
             "positions": moved[3],
             "logits_rows": moved[4],
-            "mode": _mode(len(extend_lens), num_decodes),
+            "mode": _mode(len(extend), num_decodes),
             **fields,
         }
         ctx = cls(
-            num_tokens=sum(extend_lens),
-            num_requests=len(extend_lens),
-            num_extends=len(extend_lens) - num_decodes,
+            num_tokens=sum(extend),
+            num_requests=len(extend),
+            num_extends=len(extend) - num_decodes,
             seq_lens_host=seq,
-            extend_lens_host=list(extend_lens),
+            extend_lens_host=extend,
             prefix_lens_host=prefix,
             **given,
         )
@@ -160,12 +163,18 @@ class ForwardContext:
 
     def validate(self) -> None:
         """Raise ContextError where the fields contradict each other."""
-        lengths = {
+        lengths: dict[str, Any] = {
             "seq_lens_host": self.seq_lens_host,
             "extend_lens_host": self.extend_lens_host,
             "prefix_lens_host": self.prefix_lens_host,
         }
         for name, values in lengths.items():
+            if not isinstance(values, Sequence):
+                seen = "None" if values is None else f"a {type(values).__name__}"
+                raise ContextError(
+                    f"{name} is {seen}; required: a list of Python integers, one for each request "
+                    "of the forward, so that nothing waits for the device"
+                )
             if len(values) != self.num_requests:
                 raise ContextError(
                     f"{name} has {len(values)} entries for {self.num_requests} requests; required: "
@@ -221,6 +230,13 @@ class Pinned:
         for name, value in self._before.items():
             setattr(self._ctx, name, value)
 
+
+_FROM_LENGTHS = ("num_tokens", "num_requests", "num_extends")
+_FIELDS = [
+    f.name
+    for f in fields(ForwardContext)
+    if f.name not in _FROM_LENGTHS and not f.name.endswith("_host")
+]
 
 _current: ContextVar[ForwardContext | None] = ContextVar("fx_prefill_forward", default=None)
 
@@ -280,6 +296,35 @@ def current_context() -> ForwardContext:
             "gives a transformers model its own attention back)"
         )
     return ctx
+
+
+def _check_fields(given: Mapping[str, Any]) -> None:
+    unknown = [name for name in given if name not in _FIELDS]
+    if unknown:
+        raise ContextError(
+            f"ForwardContext.from_lengths got {unknown[0]}=; accepted: {', '.join(_FIELDS)} "
+            "(counts and lengths on the host are made here)"
+        )
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    """Lengths as Python integers. Raises ContextError where the host would wait to read them."""
+    import torch
+
+    try:
+        listed = list(values)
+        for value in (values, *listed):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                raise ContextError(
+                    f"{name} is on {value.device}; required: a list of Python integers, as reading "
+                    "it there would make the host wait for the device. Pass the list that the "
+                    "scheduler counted"
+                )
+        return [index(value) for value in listed]
+    except TypeError as error:
+        raise ContextError(
+            f"{name} is {values!r}; required: a list of whole numbers, one for each request"
+        ) from error
 
 
 def _mode(num_requests: int, num_decodes: int) -> ForwardMode:

@@ -78,6 +78,19 @@ class Rules:
             return Refusal.PADDING_RATIO
         return bucket
 
+    def numbers(self, refusal: str, num_tokens: int) -> str | None:
+        """The count and the buckets that a refusal is about; None where it is about neither."""
+        above = next((size for size in self.buckets if size >= num_tokens), 0)
+        if refusal is Refusal.TOO_LONG:
+            return f"bucket {self.buckets[-1]}"
+        if refusal is Refusal.EXACT_ONLY:
+            below = [size for size in self.buckets if size < num_tokens][-1:]
+            return f"nearest bucket{'s' if below else ''} {' and '.join(map(str, [*below, above]))}"
+        if refusal is Refusal.PADDING_RATIO:
+            times = f"{above / num_tokens:.4g} times as many"
+            return f"bucket {above}, {times}; accepted: {self.max_padding_ratio:g} times"
+        return None
+
 
 def _kind_refusal(ctx: ForwardContext) -> Refusal | None:
     if ctx.mode is ForwardMode.DECODE:

@@ -6,6 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,8 +47,20 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding is."""
-        return next(self.embedding.parameters()).device
+        """Where the embedding is, by what it holds, or else by what the decoder does.
+
+        Raises ServingError where both hold nothing.
+        """
+        parts = (self.embedding, self.module)
+        held = (x for part in parts for x in chain(part.parameters(), part.buffers()))
+        tensor = next(held, None)
+        if tensor is None:
+            raise ServingError(
+                f"neither the embedding {type(self.embedding).__name__} nor the decoder "
+                f"{type(self.module).__name__} has a parameter or a buffer; required: one, as the "
+                "graph is made on its device. Register the table of the embedding as a buffer"
+            )
+        return tensor.device
 
     def sample_rows(self, num_tokens: int) -> torch.Tensor:
         """Embedded rows ``[num_tokens, hidden]`` of some token, to trace and to check with."""
@@ -79,7 +92,8 @@ def find_decoder(
 
     Raises ServingError that lists what was looked for.
     """
-    module = decoder if decoder is not None else _search(model)
+    _check_modules(decoder=decoder, embedding=embedding)
+    module = decoder if decoder is not None else _search(model, embedding)
     table = embedding if embedding is not None else _child(module, EMBEDDINGS)
     if table is None and hasattr(model, "get_input_embeddings"):
         table = model.get_input_embeddings()  # type: ignore[operator]
@@ -108,7 +122,13 @@ def find_decoder(
     )
 
 
-def _search(model: nn.Module) -> nn.Module:
+def _check_modules(**given: Any) -> None:
+    for name, part in given.items():
+        if part is not None and not isinstance(part, nn.Module):
+            raise ServingError(f"{name} is a {type(part).__name__}; required: a module")
+
+
+def _search(model: nn.Module, embedding: nn.Module | None) -> nn.Module:
     """The outermost module that has a list of layers and an embedding of its own."""
     seen = []
     for name, module in _breadth_first(model):
@@ -116,10 +136,12 @@ def _search(model: nn.Module) -> nn.Module:
         if isinstance(layers, nn.ModuleList) and _child(module, EMBEDDINGS) is not None:
             return module
         seen.append(f"{name or '(the model)'}: {type(module).__name__}")
+    alone = "decoder= beside embedding=: the module that takes embedded rows"
+    missing = "decoder= (and embedding=, head=)" if embedding is None else alone
     raise ServingError(
         f"no text decoder in {type(model).__name__}: looked for a module with a ModuleList called "
         f"{', '.join(LAYERS)} and an embedding called {', '.join(EMBEDDINGS)} in "
-        f"{'; '.join(seen[:12])}. Pass decoder= (and embedding=, head=)"
+        f"{'; '.join(seen[:12])}. Pass {missing}"
     )
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import ServingError
+from ..integrations.transformers import LIVE_ATTENTION
 from .attention.op import attention
-
-NAME = "fx_prefill"
 
 
 @dataclass
@@ -41,10 +40,10 @@ def use_live_attention(model: Any) -> Callable[[], None]:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, live_attention)
+    AttentionInterface.register(LIVE_ATTENTION, live_attention)
     use = _uses.get(model) or _Use(model.config._attn_implementation)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
+    model.set_attn_implementation(LIVE_ATTENTION)
+    if model.config._attn_implementation != LIVE_ATTENTION:
         raise ServingError(
             f"{type(model).__name__} does not let its attention be chosen (it stays "
             f"{use.before!r}); call fx_prefill.attention in its layers instead"
@@ -66,11 +65,11 @@ def require_live_attention(model: Any) -> None:
 
     It would neither write the cache of the context nor read it.
     """
-    if is_hugging_face(model) and model.config._attn_implementation != NAME:
+    if is_hugging_face(model) and model.config._attn_implementation != LIVE_ATTENTION:
         raise ServingError(
             f"the attention of {type(model).__name__} is {model.config._attn_implementation!r}; "
-            f"required: {NAME!r}, which PrefillGraph sets and close() gives back. Call warmup() "
-            "again, or make another PrefillGraph"
+            f"required: {LIVE_ATTENTION!r}, which PrefillGraph sets and close() gives back. Call "
+            "warmup() again, or make another PrefillGraph"
         )
 
 

@@ -138,26 +138,45 @@ class PagedKVPool:
                 f"and release() has not taken back, of 1 to {self.num_pages - 1}"
             )
 
+    def _check_pages(self, pages: Sequence[int]) -> None:
+        """Beyond the pool a kernel would read and write the memory of others."""
+        if len(pages) and not DUMMY_PAGE < min(pages) <= max(pages) < self.num_pages:
+            wrong = next(page for page in pages if not DUMMY_PAGE < page < self.num_pages)
+            raise ServingError(
+                f"page {wrong} holds no request; required: pages that allocate() gave, of 1 to "
+                f"{self.num_pages - 1}"
+            )
+
     def slots(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
         """Slots of the tokens ``start`` to ``stop`` of a request that has ``pages``.
 
-        Raises ServingError where the pages do not reach that far.
+        Raises ServingError where the pages do not reach that far, or are none of this pool.
         """
         size = self.page_size
+        if start < 0:
+            raise ServingError(f"tokens {start} to {stop} are asked for; required: from 0 on")
         if stop > len(pages) * size:
             raise ServingError(
                 f"tokens {start} to {stop} are asked for and {len(pages)} pages of {size} tokens "
                 f"hold {len(pages) * size}; allocate {self.pages_for(stop) - len(pages)} more"
             )
+        self._check_pages(pages[start // size : self.pages_for(stop)])
         return [pages[i // size] * size + i % size for i in range(start, stop)]
 
     def page_table(self, requests: Sequence[Sequence[int]]) -> torch.Tensor:
-        """``[num_requests, max_pages]`` (int32), filled up with the reserved page."""
+        """``[num_requests, max_pages]`` (int32), filled up with the reserved page.
+
+        Raises ServingError for a page that is none of this pool.
+        """
         width = max((len(pages) for pages in requests), default=0)
         rows = [[*pages, *[DUMMY_PAGE] * (width - len(pages))] for pages in requests]
         # From pinned memory, so that the host does not wait for the copy.
         pinned = self.device.type == "cuda"
         table = torch.tensor(rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        good = int(((table > DUMMY_PAGE) & (table < self.num_pages)).sum())
+        if good != sum(map(len, requests)):  # of the table, as that is quicker than each list
+            for pages in requests:
+                self._check_pages(pages)
         return table.view(len(rows), width).to(self.device, non_blocking=True)
 
     # --- rows -----------------------------------------------------------------------------------

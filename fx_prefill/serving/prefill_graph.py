@@ -36,7 +36,7 @@ from .fit import check_attention
 from .forwards import MultimodalInputs, PrefillOutput
 from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
-from .setup import checked_model, declared_variants, never_replays, options_of
+from .setup import check_replays_wanted, checked_model, declared_variants, never_replays, options_of
 from .variants import Variant, trace_variant, with_captured_attention
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class PrefillGraph:
         self._lock = threading.RLock()
         self._with_attention: frozenset[int] = frozenset()
         never = never_replays(model, task, enforce_eager)
+        check_replays_wanted(self.options, never)
         self._rules = Rules(never=never)
         self._restore: Callable[[], None] | None = None
         self._embeds: torch.Tensor | None = None
@@ -219,9 +220,9 @@ class PrefillGraph:
     def why_not(
         self, ctx: ForwardContext, multimodal: MultimodalInputs | None = None
     ) -> str | None:
-        """Why :meth:`replay` does not serve this forward; None when it does."""
+        """Why :meth:`replay` does not serve this forward, with numbers; None when it does."""
         decision = self._decide(ctx, multimodal)
-        return None if isinstance(decision, int) else str(decision)
+        return None if isinstance(decision, int) else self._with_numbers(decision, ctx)
 
     def _decide(self, ctx: ForwardContext, multimodal: MultimodalInputs | None) -> int | str:
         layer_inputs = multimodal is not None and bool(multimodal.layer_inputs)
@@ -245,6 +246,15 @@ class PrefillGraph:
             return Refusal.AUTOCAST
         return decision
 
+    def _with_numbers(self, refusal: str, ctx: ForwardContext) -> str:
+        """A refusal as it is told; counters keep the plain reason, as each count is another key."""
+        counts = ctx.rank_num_tokens or (ctx.num_tokens,)
+        numbers = self._rules.numbers(refusal, max(counts))
+        if numbers is None:
+            return str(refusal)
+        where = " on the largest rank" if len(counts) > 1 else ""
+        return f"{refusal} ({max(counts)} tokens{where}, {numbers})"
+
     def _autocast_now(self) -> torch.dtype | None:
         """What autocast rounds to on the model's device; None while it is off."""
         kind = self._device_type
@@ -263,10 +273,10 @@ class PrefillGraph:
         """
         if self._embeds is None or self._embeds.shape[0] < num_tokens:
             self._require_decoder()
-            weight = next(self.decoder.embedding.parameters())
+            row = self.decoder.sample_rows(1)
             shape = (max(num_tokens, self.options.max_tokens), self._hidden_size)
             with torch.inference_mode(False):  # written inside and outside of it
-                self._embeds = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+                self._embeds = torch.zeros(shape, dtype=row.dtype, device=row.device)
         return self._embeds[:num_tokens]
 
     @cached_property
@@ -317,7 +327,8 @@ class PrefillGraph:
         ``input_ids`` ``[num_tokens]`` or ``inputs_embeds`` ``[num_tokens, hidden]``; positions,
         pages and lengths are those of ``ctx``. ``logits_rows`` are the rows that logits are wanted
         of; by default the last row of each request, or with ``ctx.accept_lengths`` its last
-        accepted one. What is only seen here (a weight of another dtype, a replaced module) makes
+        accepted one (counts on a GPU are taken at their word: to check them the host would have to
+        wait). What is only seen here (a weight of another dtype, a replaced module) makes
         the forward run eagerly, counted. Raises FallbackError where :meth:`why_not` has a reason,
         ContextError.
         """
@@ -325,7 +336,7 @@ class PrefillGraph:
         if not isinstance(decision, int):
             raise FallbackError(
                 f"this forward ({ctx.num_tokens} tokens, {ctx.mode.value}) does not replay: "
-                f"{decision}. Ask can_run() first, or call run()"
+                f"{self._with_numbers(decision, ctx)}. Ask can_run() first, or call run()"
             )
         rows = self._rows(ctx, input_ids, inputs_embeds)
         return self._replay(ctx, rows, decision, multimodal, logits_rows)

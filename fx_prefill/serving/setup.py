@@ -38,6 +38,15 @@ def options_of(
     return checked
 
 
+def check_replays_wanted(options: Options, never: Refusal | None) -> None:
+    """Raise OptionError where no bucket is asked for and nobody said that none is wanted."""
+    if not options.ladder and never is None:
+        raise OptionError(
+            "max_tokens is 0, which disables replay, and capturing is what a PrefillGraph is for; "
+            "pass enforce_eager=True to run every forward eagerly, or at least 2 tokens"
+        )
+
+
 def checked_model(model: Any) -> nn.Module:
     """The model, if it is one that was not compiled yet. Raises ServingError."""
     if isinstance(model, nn.Module) and not hasattr(model, "_orig_mod"):

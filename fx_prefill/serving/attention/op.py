@@ -95,7 +95,8 @@ def run_attention(
     made = _layer if sinks is None else AttentionLayer
     what = made(layer, scale, causal, window or None, soft_cap or None, sinks)
     if ctx.captured_bucket:
-        backend.forward_captured(q, k, v, what, out)
+        if backend.forward_captured(q, k, v, what, out) is not None:
+            raise _not_written(layer, "forward_captured", backend)
         return
     num_tokens = ctx.num_tokens
     if q.shape[0] != num_tokens:
@@ -108,7 +109,15 @@ def run_attention(
         out[num_tokens:].zero_()
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
     run = backend.attend if written and ctx.writes_captured else backend.forward
-    run(q, k, v, what, out, ctx)
+    if run(q, k, v, what, out, ctx) is not None:
+        raise _not_written(layer, run.__name__, backend)
+
+
+def _not_written(layer: int, method: str, backend: Any) -> ServingError:
+    return ServingError(
+        f"layer {layer}: {method} of {type(backend).__name__} returned something; required: None, "
+        "as the next segment reads what was written to `out`, and nothing else"
+    )
 
 
 def run_after_write(*args: Any) -> None:

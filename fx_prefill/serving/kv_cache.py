@@ -62,8 +62,10 @@ class PagedKVPool:
             # Made once: a view costs as much host time as the launch of the write.
             pairs = zip(self.keys, self.values, strict=True)
             self._rows = [(self._by_row(k), self._by_row(v)) for k, v in pairs]
-            self._starts: torch.Tensor | None = None
             self._both = [None if both is None else self._by_row(both) for *_, both in layers]
+            self._by_page = [both for *_, both in layers if both is not None]
+            starts = [[0], [num_pages]]  # keys come first in the memory of both
+            self._starts = torch.tensor(starts, dtype=torch.int32, device=device)
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._users = [0] * num_pages
 
@@ -217,12 +219,7 @@ class PagedKVPool:
     def gathered_pages(self, pages: torch.Tensor) -> Gathered:
         """The same for all slots of pages ``[num]``, one page after the other."""
         assert self.gathers_pages, f"pages of {self.layout} are not in the order of their rows"
-        if self._starts is None:
-            starts = [[0], [self.num_pages]]  # keys come first in the memory of both
-            self._starts = torch.tensor(starts, dtype=torch.int32, device=self.device)
-        index = (self._starts + pages).view(-1)
-        both = cast("list[torch.Tensor]", self._both)
-        return Gathered.of_rows(both, index, self.page_size)
+        return Gathered.of_rows(self._by_page, (self._starts + pages).view(-1))
 
     def _index(self, locations: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.layout == "NHD":
@@ -242,24 +239,20 @@ class Gathered:
         return keys, values
 
     @staticmethod
-    def of_rows(layers: list[torch.Tensor], index: torch.Tensor, together: int = 1) -> Gathered:
-        """Rows ``index`` of each layer's memory, ``together`` of them at a time, in one launch.
+    def of_rows(layers: list[torch.Tensor], index: torch.Tensor) -> Gathered:
+        """Rows, or pages of them, of each layer's memory in one launch; the first half are keys.
 
-        The first half are keys. All layers are read into the same memory.
+        All layers are read into the same memory.
         """
         memory: list[torch.Tensor] = []
         halves: list[torch.Tensor] = []
 
         def read(layer: int) -> list[torch.Tensor]:
-            source = layers[layer]
-            if together > 1:
-                source = source.view(-1, together, *source.shape[1:])
             if memory:
-                torch.index_select(source, 0, index, out=memory[0])
+                torch.index_select(layers[layer], 0, index, out=memory[0])
             else:
-                memory.append(source.index_select(0, index))
-                rows = memory[0].flatten(0, 1) if together > 1 else memory[0]
-                halves.extend(rows.chunk(2))
+                memory.append(layers[layer].index_select(0, index))
+                halves.extend(memory[0].view(-1, *memory[0].shape[-2:]).chunk(2))
             return halves
 
         return Gathered(read)

@@ -77,6 +77,8 @@ def test_every_kind_of_batch_is_written_by_the_graph_to_its_own_slots() -> None:
         assert backend.counts() == (0, LAYERS)
         real = set(ctx.write_locations.tolist())
         assert written_slots(before, pool) in (real, real | {pool.dummy_slot})
+    said = f"cache writes captured with the segments before {LAYERS} of {LAYERS} breaks"
+    assert said in str(graph.report())
     mixed = Batch(pool, [40, 9, 30])
     graph.replay(*mixed.context([39, 8, 3]))
     ctx, ids = mixed.context([1, 1], [39, 8], num_decodes=1)

@@ -76,6 +76,9 @@ class GraphReport:
     captured_attention: dict[int, int] = field(default_factory=dict)
     """Breaks that are inside the recording, by captured bucket; buckets with none left out."""
 
+    captured_writes: int = 0
+    """Breaks whose cache writes are in the graph before them."""
+
     queued: tuple[int, ...] = ()
     replays: dict[int, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -152,6 +155,7 @@ def describe_runtime(runtime: PrefillRuntime, hints: Bindings) -> GraphReport:
         compile_seconds=sum(segment.seconds for segment in compiled.segments.values()),
         captured=tuple(sorted({bucket or 0 for bucket, _ in runtime.captured})),
         captured_attention=runtime.captured_breaks,
+        captured_writes=sum(map(len, compiled.placed.values())),
         queued=tuple(sorted({bucket or 0 for bucket, _ in runtime.queued})),
     )
 

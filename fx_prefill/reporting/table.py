@@ -141,6 +141,11 @@ def _footnotes(graph: GraphReport) -> list[str]:
             f"  attention captured with its segments in buckets {ladder}: {max(inside)} of "
             f"{graph.num_breaks} breaks"
         )
+    if graph.captured_writes:
+        notes.append(
+            f"  cache writes captured with the segments before {graph.captured_writes} of "
+            f"{graph.num_breaks} breaks"
+        )
     if graph.queued:
         notes.append(f"  waiting for warmup(): buckets {_ladder(graph.queued)}")
     if graph.replays or graph.fallbacks:

@@ -163,7 +163,10 @@ def with_captured_attention(variant: Variant, options: Options) -> Variant:
     if not variant.takes_one_row or not all(reads_only(made, part) for part in plan.breaks):
         return variant
     compiled = replace(
-        runtime.compiled, causal=frozenset(part.index for part in plan.breaks), bodies={}
+        runtime.compiled,
+        causal=frozenset(part.index for part in plan.breaks),
+        prologues={},
+        bodies={},
     )
     asked = replace(options, capture_attention=True)
     return replace(variant, captured=PrefillRuntime(compiled, asked, recorder=runtime.recorder))

@@ -201,6 +201,26 @@ def test_unmodified_models_write_in_the_graph(family: str) -> None:
     torch.testing.assert_close(replayed.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
+class Forward(SdpaAttention):
+    """Somebody's own, made when ``forward`` was all there was."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: Any, out: Any, ctx: Any) -> None:
+        super().forward(q, k, v, layer, out, ctx)
+        out.mul_(2)
+
+
+def test_a_forward_that_is_overridden_alone_is_what_runs() -> None:
+    pool = pool_for()
+    graph = PrefillGraph(PackedLM(), attention=Forward(pool), max_tokens=MAX_TOKENS)
+    graph.warmup()
+    batch = Batch(pool, [20])
+    replayed = graph.replay(*batch.context([20]))
+    eager = PrefillGraph(graph.model, attention=Forward(pool), enforce_eager=True)
+    expected = eager.run(*batch.context([20]))
+    torch.testing.assert_close(replayed.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert "cache writes captured" not in str(graph.report())
+
+
 def test_a_backend_without_memory_for_so_many_rows_says_so() -> None:
     graph, backend = made()
     with pytest.raises(ServingError, match="captured for up to 64 tokens and is asked for 128"):

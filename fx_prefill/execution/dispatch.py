@@ -202,12 +202,6 @@ class PrefillRuntime:
         """Capture first parts of breaks with the segments before them; before any bucket is."""
         self._captures.compiled = replace(self._captures.compiled, prologues=prologues)
 
-    def has_prologues(self, bucket: int) -> bool:
-        """Whether that is so in the bucket, which is captured."""
-        programs = self._captures.programs.items()
-        found = [program for key, program in programs if key[0] == bucket]
-        return bool(found) and all(program.has_prologues for program in found)
-
     def drop_bucket(self, bucket: int) -> None:
         """Give up what a bucket captured and do not capture it again."""
         with self._lock:

@@ -64,11 +64,6 @@ class BucketProgram:
         self._order = recorder.order
         self._bound: OrderedDict[int | None, BoundCall] = OrderedDict()
 
-    @property
-    def has_prologues(self) -> bool:
-        """Whether first parts of breaks are in its recordings."""
-        return bool(self._compiled.placed)
-
     def run(
         self,
         args: Sequence[Any],

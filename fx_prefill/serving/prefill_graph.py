@@ -384,7 +384,7 @@ class PrefillGraph:
         variant = self._variants[ctx.aux_hidden]
         inside = bucket in self._with_attention and self._serves_captured(ctx)
         own = ctx.attention is None or ctx.attention is self.attention
-        written = own and not inside and self._graph(ctx.aux_hidden).runtime.has_prologues(bucket)
+        written = own and not inside and writes_in_graphs(self.attention)
         published = self._published(ctx, bucket if inside else 0, written)
         found: list[torch.Tensor] | FallbackReason = FallbackReason.REENTERED
         with torch.no_grad(), self._lock, published:

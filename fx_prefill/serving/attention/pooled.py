@@ -66,6 +66,13 @@ class PooledAttention:
     supports_capture = False
     supports_captured_writes = True
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """One that overrides ``forward`` alone means all of it: its writes stay where they are."""
+        super().__init_subclass__(**more)
+        own = vars(cls)
+        if "forward" in own and "attend" not in own:
+            cls.supports_captured_writes = own.get("supports_captured_writes", False)
+
     def __init__(self, pool: PagedKVPool) -> None:
         self.pool = pool
         self._slots = StaticSlots(pool)

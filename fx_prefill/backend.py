@@ -11,7 +11,8 @@ from torch import fx
 
 from .errors import FallbackError, GraphError
 from .execution.compile import SegmentCache, compile_plan
-from .execution.dispatch import FallbackReason, PrefillRuntime
+from .execution.dispatch import PrefillRuntime
+from .execution.reasons import FallbackReason
 from .graph.masks import drop_causal_masks
 from .graph.partition import PartitionPlan, partition
 from .graph.rowwise import analyse

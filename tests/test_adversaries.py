@@ -46,7 +46,7 @@ from torch import nn
 import fx_prefill
 from fx_prefill.errors import FallbackError, PaddingError
 from fx_prefill.execution.buffers import INPUT
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 
 Middle = Callable[[torch.Tensor], torch.Tensor]
 

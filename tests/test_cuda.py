@@ -29,7 +29,7 @@ from test_families import (
 from test_more_families import assert_replays_like_eager
 
 import fx_prefill
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 
 pytestmark = [
     pytest.mark.cuda,

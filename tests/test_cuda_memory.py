@@ -21,7 +21,7 @@ from test_families import MAX_TOKENS, total_fallbacks
 import fx_prefill
 from fx_prefill.bench.models import load
 from fx_prefill.errors import CaptureOutOfMemory
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 
 pytestmark = [
     pytest.mark.cuda,

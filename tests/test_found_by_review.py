@@ -9,7 +9,7 @@ from harness import HOST, MAX_TOKENS, WIDTH, Around, assert_breaks, assert_same,
 from torch import nn
 
 import fx_prefill
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 
 ONES = [1.0] * WIDTH
 

@@ -33,7 +33,7 @@ from fx_prefill import (
     PrefillGraph,
 )
 from fx_prefill.errors import CaptureError, ContextError, ServingError
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 from fx_prefill.serving.attention.captured import CapturedBatch
 from fx_prefill.serving.attention.metadata import to_device
 from fx_prefill.serving.decisions import Refusal

@@ -12,7 +12,7 @@ from harness import LENGTHS, Around, check, details, rows, token_graph
 from torch import nn
 
 import fx_prefill
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 from fx_prefill.reporting.explain import Report
 
 MASKED = "scaled_dot_product_attention"

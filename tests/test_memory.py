@@ -12,7 +12,7 @@ import fx_prefill
 from fx_prefill.errors import CaptureOutOfMemory, NotCompiledError, OptionError
 from fx_prefill.execution.allocator import LARGE_PIECE, SMALL_PIECE, PoolModel
 from fx_prefill.execution.capture import CopyRecorder
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 
 MIB = 1 << 20
 

@@ -26,7 +26,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import fx_prefill
 from fx_prefill.api import report as report_of
 from fx_prefill.errors import FallbackError, NotCompiledError, OptionError, SegmentCompileError
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 from fx_prefill.options import Options, Passes, parse_options
 
 

@@ -31,7 +31,7 @@ from fx_prefill.errors import (
     OptionError,
     ServingError,
 )
-from fx_prefill.execution.dispatch import FallbackReason
+from fx_prefill.execution.reasons import FallbackReason
 from fx_prefill.serving.context import current_context
 from fx_prefill.serving.decisions import Refusal
 

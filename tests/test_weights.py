@@ -11,7 +11,8 @@ from harness import MAX_TOKENS, Around, assert_same, rows, token_graph
 from torch import nn
 
 import fx_prefill
-from fx_prefill.execution.dispatch import MAX_RECAPTURES, FallbackReason
+from fx_prefill.execution.dispatch import MAX_RECAPTURES
+from fx_prefill.execution.reasons import FallbackReason
 
 Replace = Callable[[Around], None]
 

@@ -13,7 +13,8 @@ from torch import fx
 from ..execution.buffers import HANDOFF, INPUT, RESULT, plan_memory, value_bytes
 from ..execution.captures import planned_bytes
 from ..execution.compile import structural_key
-from ..execution.dispatch import Counts, FallbackReason, PrefillRuntime
+from ..execution.dispatch import PrefillRuntime
+from ..execution.reasons import Counts, FallbackReason
 from ..graph.operators import short_name
 from ..graph.partition import Partition, PartitionPlan
 from ..graph.symbols import Bindings, evaluate_scalar

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..execution.dispatch import Counts, FallbackReason, PrefillRuntime
+from ..execution.dispatch import PrefillRuntime
+from ..execution.reasons import Counts, FallbackReason
 
 
 @dataclass(eq=False)

@@ -62,7 +62,7 @@ class ForwardContext:
     names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
     of a draft (1 to what the request brings, each). ``extra`` is the engine's own. ``attention``
     is what :func:`fx_prefill.attention` runs; ``captured_bucket`` is set while it runs inside
-    captured graphs of that many rows, ``writes_captured`` while they may write its rows to the cache.
+    captured graphs of that many rows, ``writes_captured`` while those may write to the cache.
     """
 
     mode: ForwardMode

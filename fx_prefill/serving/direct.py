@@ -18,8 +18,9 @@ from torch import fx, nn
 
 from ..api import without_running
 from ..backend import breakable_prefill
-from ..errors import ServingError
-from ..execution.dispatch import Outdated, PrefillRuntime
+from ..errors import CaptureError, ServingError
+from ..execution.dispatch import PrefillRuntime
+from ..execution.reasons import Outdated
 from ..graph.normalize import value_of
 from ..graph.symbols import evaluate_scalar, expr_of
 from ..graph.trace import Role
@@ -77,6 +78,11 @@ class DirectGraph:
         for index, tensor in live.items():
             args[index] = tensor
         return args
+
+    def capture(self, bucket: int) -> None:
+        """Capture one bucket. Raises CaptureError where it does not come about."""
+        if not self.runtime.capture_bucket(self.refresh(self.arguments(bucket, {})), bucket):
+            raise CaptureError(f"bucket {bucket} could not be captured")
 
     def refresh(self, args: list[Any]) -> list[Any]:
         """The arguments with the weights that the modules have now, kept for the next call.

@@ -23,7 +23,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from torch import distributed as dist
 
 from ..errors import CaptureError, CaptureOutOfMemory, ContextError, ServingError
+from ..execution.dispatch import PrefillRuntime
 from ..graph.partition import PartitionPlan
 from ..graph.rules import is_collective
 from .context import ForwardContext, ForwardMode
@@ -123,6 +124,18 @@ def do_together(what: str, do: Callable[[], object], group: dist.ProcessGroup | 
     if error is not None:
         raise error
     raise CaptureError(f"another rank could not {what}, so no rank goes on; see that rank's error")
+
+
+def forbid_falling_back_alone(runtimes: Sequence[PrefillRuntime]) -> bool:
+    """Whether segments hold collectives; a forward that falls back is then an error.
+
+    Other ranks would wait in a collective of another shape.
+    """
+    found = any(captures_collectives(runtime.compiled.plan) for runtime in runtimes)
+    if found:
+        for runtime in runtimes:
+            runtime.options = replace(runtime.options, strict=True)
+    return found
 
 
 def captures_collectives(plan: PartitionPlan) -> bool:

@@ -14,30 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CaptureError, ContextError, FallbackError, ServingError
-from ..execution.dispatch import FallbackReason
+from ..errors import ContextError, FallbackError, ServingError
+from ..execution.reasons import FallbackReason
 from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
 from .attention.backend import AttentionBackend, make_attention_backend, writes_in_graphs
-from .attention.op import captured_writes
 from .context import ForwardContext, forward_context
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
 from .direct import DirectGraph
 from .distributed import (
     capture_together,
-    captures_collectives,
     do_together,
+    forbid_falling_back_alone,
     layer_inputs_of_any,
     rank_view,
     require_same,
 )
-from .fit import check_attention
-from .forwards import MultimodalInputs, PrefillOutput
+from .forwards import MultimodalInputs, PrefillOutput, check_rows, given_positions, given_rows
 from .hugging_face import is_hugging_face, require_live_attention, use_live_attention
 from .logits import checked_logits, wanted_rows
 from .setup import check_replays_wanted, checked_model, declared_variants, never_replays, options_of
-from .variants import Variant, trace_variant, with_captured_attention
+from .variants import Variant, trace_with
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +123,8 @@ class PrefillGraph:
         if self._rules.never is not None:
             return
         do_together("trace the model", self._trace, self._group)
-        strict = self._forbid_falling_back_alone() or self.options.strict
+        runtimes = [self._graph(name).runtime for name in self._variants]
+        strict = forbid_falling_back_alone(runtimes) or self.options.strict
         with torch.no_grad(), self._lock:
             self._prepare_writes(None)
             captured = capture_together(
@@ -141,46 +140,17 @@ class PrefillGraph:
         self._rules = replace(self._rules_with(sorted(captured)), warm=True)
         log.info("captured %s, with attention %s", captured, sorted(self._with_attention))
 
-    def _forbid_falling_back_alone(self) -> bool:
-        """Whether segments hold collectives; a forward that falls back is then an error.
-
-        Other ranks would wait in a collective of another shape.
-        """
-        runtimes = [self._graph(name).runtime for name in self._variants]
-        found = any(captures_collectives(runtime.compiled.plan) for runtime in runtimes)
-        if found:
-            for runtime in runtimes:
-                runtime.options = replace(runtime.options, strict=True)
-        return found
-
     def _trace(self) -> None:
         require_live_attention(self.model)
         self._autocast = self._autocast_now()
         for name, variant in self._variants.items():
             if variant.graph is None:
-                self._variants[name] = self._traced(variant)
-
-    def _traced(self, variant: Variant) -> Variant:
-        made = trace_variant(self.decoder, variant, self.options)
-        assert made.graph is not None
-        name, pool = type(self.decoder.module).__name__, getattr(self.attention, "pool", None)
-        check_attention(made.graph.runtime.compiled.plan, name, pool)
-        if writes_in_graphs(self.attention):
-            backend: Any = self.attention
-            backend.allocate_writes(self.options.max_tokens)
-            made.graph.runtime.capture_prologues(captured_writes(backend))
-        if self.attention.supports_capture and self.options.capture_attention is not False:
-            self.attention.allocate_captured(self.options.max_tokens)  # type: ignore[attr-defined]
-            made = with_captured_attention(made, self.options)
-        return made
+                self._variants[name] = trace_with(self.attention, variant, self.options)
 
     def _capture(self, bucket: int) -> None:
         """Capture a bucket in every variant. Raises CaptureError where one does not come about."""
         for name in self._variants:
-            graph = self._graph(name)
-            args = graph.refresh(graph.arguments(bucket, {}))
-            if not graph.runtime.capture_bucket(args, bucket):
-                raise CaptureError(f"bucket {bucket} could not be captured")
+            self._graph(name).capture(bucket)
 
     def _capture_attention(self, bucket: int) -> None:
         """Capture a bucket once more, in every variant, with its attention. Raises CaptureError.
@@ -347,30 +317,8 @@ class PrefillGraph:
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
     ) -> torch.Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            seen = "neither" if input_ids is None else "both"
-            raise ContextError(f"got {seen} of input_ids and inputs_embeds; required: one of them")
-        ids_shape = None if input_ids is None else list(input_ids.shape)
-        if ids_shape not in (None, [ctx.num_tokens]):
-            raise ContextError(
-                f"input_ids are {ids_shape}; required: [{ctx.num_tokens}], the ids of all requests "
-                "one after the other"
-            )
-        if inputs_embeds is not None:
-            rows = inputs_embeds
-        else:
-            with torch.no_grad():
-                rows = self.decoder.embedding(input_ids)
-        if rows.dim() != 2 or rows.shape[0] != ctx.num_tokens:
-            raise ContextError(
-                f"inputs_embeds are {list(rows.shape)}; required: [num_tokens, hidden] with the "
-                f"{ctx.num_tokens} rows of all requests one after the other"
-            )
-        if rows.shape[1] != self._hidden_size:
-            raise ContextError(
-                f"inputs_embeds are {list(rows.shape)}; required: rows of {self._hidden_size}, the "
-                "width of the model's embedding"
-            )
+        rows = given_rows(ctx, input_ids, inputs_embeds, self.decoder.embedding)
+        check_rows(ctx, rows, self._hidden_size)
         return rows
 
     def _replay(
@@ -393,7 +341,7 @@ class PrefillGraph:
                 try:
                     if not inside:
                         self._prepare_writes(ctx if own else None)
-                    found = variant.replay(rows, self._positions(ctx), bucket, inside)
+                    found = variant.replay(rows, given_positions(ctx, self.decoder), bucket, inside)
                 finally:
                     self._replaying = False
         if isinstance(found, FallbackReason):
@@ -419,7 +367,9 @@ class PrefillGraph:
         require_live_attention(self.model)
         more = {} if multimodal is None else dict(multimodal.layer_inputs)
         with torch.no_grad(), self._published(ctx):
-            found = self._variants[ctx.aux_hidden].run(rows, self._positions(ctx), more)
+            found = self._variants[ctx.aux_hidden].run(
+                rows, given_positions(ctx, self.decoder), more
+            )
         return self._output(ctx, found, logits_rows, replayed=False)
 
     def _serves_captured(self, ctx: ForwardContext) -> bool:
@@ -445,19 +395,6 @@ class PrefillGraph:
             captured_bucket=captured_bucket,
             writes_captured=writes_captured,
         )
-
-    def _positions(self, ctx: ForwardContext) -> torch.Tensor | None:
-        if self.decoder.positions is None:
-            return None
-        wanted = self.decoder.position_shape(ctx.num_tokens)
-        given = ctx.positions
-        if not isinstance(given, torch.Tensor) or tuple(given.shape) != wanted:
-            seen = tuple(given.shape) if isinstance(given, torch.Tensor) else given
-            raise ContextError(
-                f"ctx.positions is {seen}; this model's decoder needs {wanted}, a tensor, as "
-                "ForwardContext.from_lengths makes it (three rows for multimodal rotary embeddings)"
-            )
-        return given
 
     def _output(
         self,

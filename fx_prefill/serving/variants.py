@@ -10,13 +10,16 @@ import torch
 
 from ..errors import CaptureError, ServingError
 from ..execution.breaks import ALLOCATORS
-from ..execution.dispatch import FallbackReason, PrefillRuntime
+from ..execution.dispatch import PrefillRuntime
+from ..execution.reasons import FallbackReason
 from ..graph.causal import CHOSEN, reads_only
 from ..graph.operators import operator_name, torch_name
 from ..options import Options
+from .attention.backend import writes_in_graphs
+from .attention.op import captured_writes
 from .decoder import Decoder
 from .direct import DirectGraph, trace_directly
-from .fit import ATTENTION
+from .fit import ATTENTION, check_attention
 
 SAMPLE_TOKENS = 24
 
@@ -120,8 +123,25 @@ class Variant:
         return [x[0] for x in states] if self.decoder.batched else list(states)
 
 
-def trace_variant(decoder: Decoder, variant: Variant, options: Options) -> Variant:
-    """The variant with its graph. Raises ServingError where it cannot be replayed."""
+def trace_with(backend: Any, variant: Variant, options: Options) -> Variant:
+    """The variant with its graph, and with what of an attention backend is to be captured.
+
+    Raises ServingError where it cannot be replayed, or backend and decoder do not fit.
+    """
+    made = _traced(variant.decoder, variant, options)
+    assert made.graph is not None
+    runtime, name = made.graph.runtime, type(made.decoder.module).__name__
+    check_attention(runtime.compiled.plan, name, getattr(backend, "pool", None))
+    if writes_in_graphs(backend):
+        backend.allocate_writes(options.max_tokens)
+        runtime.capture_prologues(captured_writes(backend))
+    if backend.supports_capture and options.capture_attention is not False:
+        backend.allocate_captured(options.max_tokens)
+        made = _with_captured_attention(made, options)
+    return made
+
+
+def _traced(decoder: Decoder, variant: Variant, options: Options) -> Variant:
     rows = torch.zeros_like(decoder.sample_rows(SAMPLE_TOKENS))
     positions = None
     if decoder.positions is not None:
@@ -151,7 +171,7 @@ def trace_variant(decoder: Decoder, variant: Variant, options: Options) -> Varia
     )
 
 
-def with_captured_attention(variant: Variant, options: Options) -> Variant:
+def _with_captured_attention(variant: Variant, options: Options) -> Variant:
     """The variant with a second runtime of the same artifacts and memory pool.
 
     Unchanged where a break does more than attention of what segments made.

@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._prims_common import make_contiguous_strides_for
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..graph.extract import Source, SourceKind
@@ -336,6 +337,10 @@ class BoundCall:
         """Copies the real rows of a segment's result together, laid out as the model does."""
         source = self._real_rows(RESULT, node)
         sizes, strides = self._layout(node)
+        shaped = source.reshape(sizes)
+        is_view = shaped.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        if is_view and strides == make_contiguous_strides_for(sizes):
+            return partial(shaped.clone, memory_format=torch.contiguous_format)
         value = value_of(node)
         make = partial(torch.empty_strided, sizes, strides, dtype=value.dtype, device=value.device)
 

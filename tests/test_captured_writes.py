@@ -221,10 +221,15 @@ def test_a_forward_that_is_overridden_alone_is_what_runs() -> None:
     assert "cache writes captured" not in str(graph.report())
 
 
-def test_a_backend_without_memory_for_so_many_rows_says_so() -> None:
+def test_graphs_of_several_sizes_share_a_backend() -> None:
     graph, backend = made()
-    with pytest.raises(ServingError, match="captured for up to 64 tokens and is asked for 128"):
-        PrefillGraph(graph.model, attention=backend, max_tokens=128).warmup()
+    large = PrefillGraph(graph.model, attention=backend, max_tokens=2 * MAX_TOKENS)
+    large.warmup()
+    small, wide = Batch(backend.pool, [20]), Batch(backend.pool, [100], 1)
+    backend.counts()
+    for one, batch, num_rows in ((graph, small, 20), (large, wide, 100), (graph, small, 20)):
+        assert_like_alone(one, batch, one.replay(*batch.context([num_rows])), [num_rows])
+    assert_like_alone(large, wide, large.replay(*wide.context([5], [95])), [100])
 
 
 class Incomplete(PlainBackend):
@@ -232,5 +237,5 @@ class Incomplete(PlainBackend):
 
 
 def test_a_backend_that_promises_captured_writes_has_all_of_them() -> None:
-    with pytest.raises(ServingError, match=r"without allocate_writes, prepare_writes"):
+    with pytest.raises(ServingError, match=r"without reserved_slot, write, attend"):
         PrefillGraph(PackedLM(), attention=Incomplete(pool_for()))

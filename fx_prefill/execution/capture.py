@@ -173,9 +173,7 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._pools = [self._pool]
         self._scratch = torch.zeros(1, device=device)
-        self._index = self._stream.device_index
-        self._last_stream = 0
-        self._last: torch.cuda.Stream | None = None
+        self._order = StreamOrder(device)
 
     def record(
         self, segment: BoundSegment, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]
@@ -248,6 +246,21 @@ class CudaGraphRecorder:
         return torch.cuda.is_current_stream_capturing()
 
     def order(self) -> None:
+        self._order()
+
+
+class StreamOrder:
+    """Called before device work that reuses memory: it waits for that of the last call's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.Stream(device).device_index if device.type == "cuda" else -1
+        self._last_stream = 0
+        self._last: torch.cuda.Stream | None = None
+
+    def __call__(self) -> None:
+        if self._device.type != "cuda":
+            return  # host work is in order
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw == self._last_stream and self._last is not None:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -62,7 +63,7 @@ class ForwardContext:
     names what hidden states the engine wants beside the last; ``accept_lengths`` narrows the rows
     of a draft (1 to what the request brings, each). ``extra`` is the engine's own. ``attention``
     is what :func:`fx_prefill.attention` runs; ``captured_bucket`` is set while it runs inside
-    captured graphs of that many rows, ``writes_captured`` while those may write to the cache.
+    captured graphs of that many rows, ``rows_written_by`` where those write for that backend.
     """
 
     mode: ForwardMode
@@ -88,7 +89,7 @@ class ForwardContext:
     accept_lengths: torch.Tensor | None = None
     attention: AttentionBackend | None = None
     captured_bucket: int = 0
-    writes_captured: bool = False
+    rows_written_by: AttentionBackend | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -223,8 +224,12 @@ class Pinned:
     def __enter__(self) -> None:
         ctx = self._ctx
         self._before = {name: getattr(ctx, name) for name in self._fields}
-        for name, value in self._fields.items():
-            setattr(ctx, name, value)
+        try:
+            for name, value in self._fields.items():
+                setattr(ctx, name, value)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         for name, value in self._before.items():
@@ -241,23 +246,28 @@ _FIELDS = [
 _current: ContextVar[ForwardContext | None] = ContextVar("fx_prefill_forward", default=None)
 
 
-class forward_context:
+class forward_context(ContextDecorator):
     """Publish a context to the breaks of the forwards inside; the outer one is back afterwards.
 
     Per thread and per asynchronous task. Its attention backend is told of it first. ``fields`` are
     pinned meanwhile. Raises ContextError where its fields contradict each other.
     """
 
-    __slots__ = ("_ctx", "_pinned", "_token")
-
     def __init__(self, ctx: ForwardContext, **fields: Any) -> None:
         if not isinstance(ctx, ForwardContext):
             raise ContextError(f"expected a ForwardContext, got {type(ctx).__name__}")
-        self._ctx, self._pinned = ctx, Pinned(ctx, fields)
+        self._ctx, self._fields = ctx, fields
+        self._pinned: Pinned | None = None
+
+    def _recreate_cm(self) -> forward_context:
+        return forward_context(self._ctx, **self._fields)
 
     def __enter__(self) -> ForwardContext:
-        ctx = self._ctx
-        self._pinned.__enter__()
+        if self._pinned is not None:
+            raise ContextError("this forward_context is entered already; make one for each `with`")
+        ctx, pinned = self._ctx, Pinned(self._ctx, self._fields)
+        pinned.__enter__()
+        self._pinned = pinned
         self._token = _current.set(ctx)
         try:
             ctx.validate()
@@ -268,8 +278,12 @@ class forward_context:
         return ctx
 
     def __exit__(self, *error: object) -> None:
-        _current.reset(self._token)
-        self._pinned.__exit__()
+        pinned, self._pinned = self._pinned, None
+        try:
+            _current.reset(self._token)
+        finally:
+            if pinned is not None:
+                pinned.__exit__()
 
 
 def _tell_backend(ctx: ForwardContext) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -12,6 +12,9 @@ from ..errors import ServingError
 DUMMY_PAGE = 0
 """Page that no request gets: rows of padding, if a captured kernel has to write them somewhere, are
 written to its first slot, and nothing reads it."""
+
+
+_VIEWS = frozenset(["keys", "values", "_rows", "_both", "_by_page", "_starts"])
 
 
 class PagedKVPool:
@@ -56,26 +59,39 @@ class PagedKVPool:
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.dtype, self.device, self.layout = dtype, torch.device(device), layout
         with torch.inference_mode(False), torch.no_grad():  # written inside and outside of it
-            layers = [self._layer() for _ in range(num_layers)]
-            self.keys = [keys for keys, _, _ in layers]
-            self.values = [values for _, values, _ in layers]
-            # Made once: a view costs as much host time as the launch of the write.
-            pairs = zip(self.keys, self.values, strict=True)
-            self._rows = [(self._by_row(k), self._by_row(v)) for k, v in pairs]
-            self._both = [None if both is None else self._by_row(both) for *_, both in layers]
-            self._by_page = [both for *_, both in layers if both is not None]
-            starts = [[0], [num_pages]]  # keys come first in the memory of both
-            self._starts = torch.tensor(starts, dtype=torch.int32, device=device)
+            self._memory = [self._layer() for _ in range(num_layers)]
+            self._make_views()
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
         self._users = [0] * num_pages
 
-    def _layer(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys, values, and, where they are of one width, the memory of both, keys first."""
+    def _layer(self) -> tuple[torch.Tensor, ...]:
+        """Keys, then values, in one memory where they are of one width, else in one each."""
         if self.head_dim == self.v_head_dim:
-            both = self._pages(2 * self.num_pages, self.head_dim)
-            return both[: self.num_pages], both[self.num_pages :], both
-        keys, values = (self._pages(self.num_pages, w) for w in (self.head_dim, self.v_head_dim))
-        return keys, values, None
+            return (self._pages(2 * self.num_pages, self.head_dim),)
+        return tuple(self._pages(self.num_pages, w) for w in (self.head_dim, self.v_head_dim))
+
+    def _make_views(self) -> None:
+        """All views of the memory, once: each costs as much host time as the launch of a write."""
+        num_pages = self.num_pages
+        one = [memory[0] if len(memory) == 1 else None for memory in self._memory]
+        self.keys = [memory[0][:num_pages] for memory in self._memory]
+        pairs = zip(one, self._memory, strict=True)
+        self.values = [held[-1] if both is None else both[num_pages:] for both, held in pairs]
+        layers = zip(self.keys, self.values, strict=True)
+        self._rows = [(self._by_row(keys), self._by_row(values)) for keys, values in layers]
+        self._both = [None if both is None else self._by_row(both) for both in one]
+        self._by_page = [both for both in one if both is not None]
+        starts = [[0], [num_pages]]  # keys come first in the memory of both
+        self._starts = torch.tensor(starts, dtype=torch.int32, device=self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views: pickled as tensors, they would be memories of their own."""
+        return {name: value for name, value in vars(self).items() if name not in _VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        with torch.inference_mode(False), torch.no_grad():
+            self._make_views()
 
     def _pages(self, num_pages: int, width: int) -> torch.Tensor:
         inner = (self.page_size, self.num_kv_heads)
@@ -202,13 +218,18 @@ class PagedKVPool:
         return keys.index_select(0, index), values.index_select(0, index)
 
     @property
+    def _reads_at_once(self) -> bool:
+        """Whether one launch reads what ``read`` does, which a subclass may change."""
+        return self._both[0] is not None and type(self).read is PagedKVPool.read
+
+    @property
     def gathers_pages(self) -> bool:
         """Whether :meth:`gathered_pages` may be called: where the rows of a page are in order."""
-        return self.layout == "NHD" and self._both[0] is not None
+        return self.layout == "NHD" and self._reads_at_once
 
     def gathered_slots(self, slots: torch.Tensor) -> Gathered:
         """Keys and values of slots ``[num]``, to be read for one layer after the other."""
-        if self._both[0] is None:
+        if not self._reads_at_once:
             return Gathered(lambda layer: self.read(layer, slots))
         index = torch.cat([slots, slots + self.num_pages * self.page_size])
         where, both = self._index(index), cast("list[torch.Tensor]", self._both)

@@ -18,7 +18,9 @@ from ..errors import ContextError, FallbackError, ServingError
 from ..execution.reasons import FallbackReason
 from ..options import Options
 from ..reporting.explain import Report, describe_runtime, hints_of
+from .attention import metadata
 from .attention.backend import AttentionBackend, make_attention_backend, writes_in_graphs
+from .attention.slots import StaticSlots
 from .context import ForwardContext, forward_context
 from .decisions import Refusal, Rules
 from .decoder import Decoder, find_decoder
@@ -77,7 +79,8 @@ class PrefillGraph:
     ) -> None:
         self.model = checked_model(model)
         self.options: Options = options_of(max_tokens, buckets, chunked_prefill_size, options)
-        self.attention = make_attention_backend(attention, pool)
+        self._attention = make_attention_backend(attention, pool)
+        self._slots: StaticSlots | None = None
         self.replays: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self._group, self._rank = group, rank
@@ -104,6 +107,11 @@ class PrefillGraph:
             raise
         self._rules = self._rules_with(())
 
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend; a forward may bring another one, in ``ctx.attention``."""
+        return self._attention
+
     def _use_live_attention(self) -> None:
         if self._restore is None and is_hugging_face(self.model):
             # Also when nobody calls close(): the model is as it was once its graph is gone.
@@ -126,7 +134,8 @@ class PrefillGraph:
         runtimes = [self._graph(name).runtime for name in self._variants]
         strict = forbid_falling_back_alone(runtimes) or self.options.strict
         with torch.no_grad(), self._lock:
-            self._prepare_writes(None)
+            if self._slots is not None:
+                self._slots.prepare(None)
             captured = capture_together(
                 self.options.ladder, self._capture, self._drop, self._group, strict=strict
             )
@@ -143,9 +152,14 @@ class PrefillGraph:
     def _trace(self) -> None:
         require_live_attention(self.model)
         self._autocast = self._autocast_now()
+        if self._slots is None and writes_in_graphs(self.attention):
+            reserved = self.attention.reserved_slot  # type: ignore[attr-defined]
+            self._slots = StaticSlots(self.options.max_tokens, reserved, self.decoder.device)
         for name, variant in self._variants.items():
             if variant.graph is None:
-                self._variants[name] = trace_with(self.attention, variant, self.options)
+                self._variants[name] = trace_with(
+                    self.attention, self._slots, variant, self.options
+                )
 
     def _capture(self, bucket: int) -> None:
         """Capture a bucket in every variant. Raises CaptureError where one does not come about."""
@@ -330,18 +344,12 @@ class PrefillGraph:
         logits_rows: torch.Tensor | None,
     ) -> PrefillOutput:
         variant = self._variants[ctx.aux_hidden]
-        inside = bucket in self._with_attention and self._serves_captured(ctx)
-        own = ctx.attention is None or ctx.attention is self.attention
-        written = own and not inside and writes_in_graphs(self.attention)
-        published = self._published(ctx, bucket if inside else 0, written)
         found: list[torch.Tensor] | FallbackReason = FallbackReason.REENTERED
-        with torch.no_grad(), self._lock, published:
+        with self._lock:
             if not self._replaying:  # or a break of this very graph asks
                 self._replaying = True
                 try:
-                    if not inside:
-                        self._prepare_writes(ctx if own else None)
-                    found = variant.replay(rows, given_positions(ctx, self.decoder), bucket, inside)
+                    found = self._replay_alone(variant, ctx, rows, bucket)
                 finally:
                     self._replaying = False
         if isinstance(found, FallbackReason):
@@ -351,6 +359,19 @@ class PrefillGraph:
             return self._run_eagerly(ctx, rows, multimodal, logits_rows)
         self._count(ctx, multimodal)
         return self._output(ctx, found, logits_rows, replayed=True)
+
+    def _replay_alone(
+        self, variant: Variant, ctx: ForwardContext, rows: torch.Tensor, bucket: int
+    ) -> list[torch.Tensor] | FallbackReason:
+        own = ctx.attention is None or ctx.attention is self.attention
+        inside = own and bucket in self._with_attention and self._serves_captured(ctx)
+        written = own and not inside and self._slots is not None
+        positions = given_positions(ctx, self.decoder)
+        with torch.no_grad(), self._published(ctx, bucket if inside else 0, written):
+            if self._slots is not None and not inside:
+                # Also where none is wanted: the last forward's slots are there.
+                self._slots.prepare(metadata.write_locations(ctx) if written else None)
+            return variant.replay(rows, positions, bucket, inside)
 
     def _run_eagerly(
         self,
@@ -374,16 +395,10 @@ class PrefillGraph:
 
     def _serves_captured(self, ctx: ForwardContext) -> bool:
         """Whether attention of this forward is what the captured graphs have inside them."""
-        own = ctx.attention is None or ctx.attention is self.attention
-        return own and self.attention.serves_captured(ctx)  # type: ignore[attr-defined]
-
-    def _prepare_writes(self, ctx: ForwardContext | None) -> None:
-        """Say where captured writes go: also where none is wanted, as the last slots are there."""
-        if writes_in_graphs(self.attention):
-            self.attention.prepare_writes(ctx)  # type: ignore[attr-defined]
+        return self.attention.serves_captured(ctx)  # type: ignore[attr-defined]
 
     def _published(
-        self, ctx: ForwardContext, captured_bucket: int = 0, writes_captured: bool = False
+        self, ctx: ForwardContext, captured_bucket: int = 0, written: bool = False
     ) -> forward_context:
         """The context, with what a break may change put back when the forward is over."""
         return forward_context(
@@ -393,7 +408,7 @@ class PrefillGraph:
             rank_num_requests=ctx.rank_num_requests,
             attention=self.attention if ctx.attention is None else ctx.attention,
             captured_bucket=captured_bucket,
-            writes_captured=writes_captured,
+            rows_written_by=self.attention if written else None,
         )
 
     def _output(

@@ -15,8 +15,8 @@ from ..execution.reasons import FallbackReason
 from ..graph.causal import CHOSEN, reads_only
 from ..graph.operators import operator_name, torch_name
 from ..options import Options
-from .attention.backend import writes_in_graphs
 from .attention.op import captured_writes
+from .attention.slots import StaticSlots
 from .decoder import Decoder
 from .direct import DirectGraph, trace_directly
 from .fit import ATTENTION, check_attention
@@ -123,8 +123,12 @@ class Variant:
         return [x[0] for x in states] if self.decoder.batched else list(states)
 
 
-def trace_with(backend: Any, variant: Variant, options: Options) -> Variant:
+def trace_with(
+    backend: Any, slots: StaticSlots | None, variant: Variant, options: Options
+) -> Variant:
     """The variant with its graph, and with what of an attention backend is to be captured.
+
+    ``slots`` are where its captured writes go, for a backend that has them.
 
     Raises ServingError where it cannot be replayed, or backend and decoder do not fit.
     """
@@ -132,9 +136,8 @@ def trace_with(backend: Any, variant: Variant, options: Options) -> Variant:
     assert made.graph is not None
     runtime, name = made.graph.runtime, type(made.decoder.module).__name__
     check_attention(runtime.compiled.plan, name, getattr(backend, "pool", None))
-    if writes_in_graphs(backend):
-        backend.allocate_writes(options.max_tokens)
-        runtime.capture_prologues(captured_writes(backend))
+    if slots is not None:
+        runtime.capture_prologues(captured_writes(backend, slots))
     if backend.supports_capture and options.capture_attention is not False:
         backend.allocate_captured(options.max_tokens)
         made = _with_captured_attention(made, options)

@@ -95,20 +95,16 @@ class CapturableBackend(AttentionBackend, Protocol):
 class WritingBackend(AttentionBackend, Protocol):
     """A backend whose writes to the cache may be in the captured graphs, whatever the batch is.
 
-    A graph writes all rows of a bucket, each to the slot that memory at an address that does not
-    change has for it. PrefillGraphs that run in several threads need a backend each.
+    A graph writes all rows of a bucket; those that are padding have the ``reserved_slot``, which
+    nothing may read. Where ``forward`` is overridden below ``write`` and ``attend``, they are not
+    what it does, and it is called as it is.
     """
 
     supports_captured_writes: bool
+    reserved_slot: int
 
-    def allocate_writes(self, max_tokens: int) -> None:
-        """Make that memory, once, for buckets up to ``max_tokens``, all of it reserved slots."""
-
-    def prepare_writes(self, ctx: ForwardContext | None) -> None:
-        """Fill it with a forward's slots, and the reserved slot for padding; None: for all rows."""
-
-    def write_captured(self, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
-        """Write all rows of a bucket; runs while a graph is captured."""
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write rows to slots ``[num_rows]`` (int64); also runs while a graph is captured."""
 
     def attend(
         self,
@@ -179,13 +175,26 @@ def make_attention_backend(backend: Any, pool: Any) -> AttentionBackend:
 
 
 _OF_A_POOL = ("dtype", "device", "head_dim", "v_head_dim")
-_WRITING = ("allocate_writes", "prepare_writes", "write_captured", "attend")
+_WRITING = ("reserved_slot", "write", "attend")
 _CAPTURABLE = ("allocate_captured", "serves_captured", "prepare_captured", "forward_captured")
 
 
 def writes_in_graphs(backend: Any) -> bool:
-    """Whether a backend is a :class:`WritingBackend`."""
-    return bool(getattr(backend, "supports_captured_writes", False))
+    """Whether a backend is a :class:`WritingBackend`, all of which belongs together.
+
+    One that overrides ``forward`` alone, or wraps another, means its ``forward``.
+    """
+    kind = type(backend)
+    if not getattr(kind, "supports_captured_writes", False):
+        return False
+    if "forward" in getattr(backend, "__dict__", ()):
+        return False
+
+    def place(name: str) -> int:
+        mro = kind.__mro__
+        return next((i for i, base in enumerate(mro) if name in vars(base)), len(mro))
+
+    return place("forward") >= min(place("attend"), place("supports_captured_writes"))
 
 
 def _checked(backend: Any) -> AttentionBackend:

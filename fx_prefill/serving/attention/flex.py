@@ -96,7 +96,7 @@ class FlexAttention(PooledAttention):
         ctx: ForwardContext,
     ) -> None:
         """See :class:`WritingBackend`."""
-        batch = self._batches.of(ctx)
+        batch = self.batch(ctx)
         if batch is None:
             return
         k, v = gather(batch.packed, layer.index, k, v)

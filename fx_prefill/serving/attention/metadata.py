@@ -28,21 +28,31 @@ class PerForward(Generic[T]):
     So a backend that several threads, tasks or nested contexts share gives each what is its own.
     """
 
-    def __init__(self, make: Callable[[ForwardContext], T]) -> None:
-        self._make = make
-        self._last: tuple[Callable[[], ForwardContext | None], Any] = (lambda: None, None)
+    def __init__(self) -> None:
+        self._last: tuple[Callable[[], ForwardContext | None], Any] = (_nothing, None)
 
-    def renew(self, ctx: ForwardContext) -> T:
+    def renew(self, ctx: ForwardContext, make: Callable[[ForwardContext], T]) -> T:
         """Made now, also for a context seen before, whose lengths may be new."""
-        made = self._make(ctx)
+        made = make(ctx)
         # One assignment: another thread sees this pair or the one before, no mixture.
         self._last = (weakref.ref(ctx), made)
         return made
 
-    def of(self, ctx: ForwardContext) -> T:
+    def of(self, ctx: ForwardContext, make: Callable[[ForwardContext], T]) -> T:
         """What belongs to this context."""
         seen, made = self._last
-        return made if seen() is ctx else self.renew(ctx)
+        return made if seen() is ctx else self.renew(ctx, make)
+
+    def __deepcopy__(self, memo: Any) -> PerForward[T]:
+        """A copy of a backend has prepared nothing: what this one holds is of its own pool."""
+        return PerForward()
+
+    def __reduce__(self) -> Any:
+        return (PerForward, ())
+
+
+def _nothing() -> None:
+    return None
 
 
 def window_size(layer: AttentionLayer) -> tuple[int, int]:

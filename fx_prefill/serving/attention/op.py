@@ -18,6 +18,7 @@ from ...execution.breaks import PYTHON_BODIES
 from ...execution.prologue import Prologue
 from ..context import current_context
 from .backend import AttentionLayer, WritingBackend
+from .slots import StaticSlots
 
 NAME = "fx_prefill::attention"
 NO_WINDOW = 0
@@ -83,7 +84,7 @@ def run_attention(
 ) -> None:
     """The body of the operator: the backend of the live context, on the real rows.
 
-    ``written``: the graph before it may have written K and V, if the context says so too.
+    ``written``: the graph before it has written K and V, if the context says so of this backend.
     """
     ctx = current_context()
     backend: Any = ctx.attention
@@ -108,7 +109,8 @@ def run_attention(
         # Rows that the engine padded itself: only real ones reach the cache.
         out[num_tokens:].zero_()
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
-    run = backend.attend if written and ctx.writes_captured else backend.forward
+    writer: Any = ctx.rows_written_by if written else None
+    run = writer.attend if writer is backend else backend.forward
     if run(q, k, v, what, out, ctx) is not None:
         raise _not_written(layer, run.__name__, backend)
 
@@ -121,13 +123,17 @@ def _not_written(layer: int, method: str, backend: Any) -> ServingError:
 
 
 def run_after_write(*args: Any) -> None:
-    """The body where the graph before it writes K and V."""
+    """The body where the graph before it may have written K and V."""
     run_attention(*args, written=True)  # type: ignore[misc]
 
 
-def captured_writes(backend: WritingBackend) -> dict[str, Prologue]:
+def captured_writes(backend: WritingBackend, slots: StaticSlots) -> dict[str, Prologue]:
     """What captured graphs do of the operator where a backend's writes are in them."""
-    return {NAME: Prologue((1, 2, 4), backend.write_captured, run_after_write)}
+
+    def write(k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
+        backend.write(layer, slots.of(k.shape[0]), k, v)
+
+    return {NAME: Prologue((1, 2, 4), 2, write, run_after_write)}
 
 
 _library.impl("attention", run_attention, "CompositeExplicitAutograd")

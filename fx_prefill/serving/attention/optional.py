@@ -62,7 +62,7 @@ class FlashAttnAttention(PooledAttention):
     ) -> None:
         """See :class:`WritingBackend`. Raises ServingError for sinks."""
         metadata.refuse("flash_attn", layer, sinks="'sdpa' or 'flex'")
-        batch = self._batches.of(ctx)
+        batch = self.batch(ctx)
         if batch is None:
             return
         k, v = gather(batch, layer.index, k, v)
@@ -124,7 +124,7 @@ class FlashInferAttention(PooledAttention):
         metadata.refuse("flashinfer", layer, sinks="'sdpa' or 'flex'")
         if not layer.causal:
             metadata.refuse("flashinfer", layer, window="'sdpa' or 'flex', as it is not causal")
-        batch = self._batches.of(ctx)
+        batch = self.batch(ctx)
         if batch is None:
             return
         pool, index = self.pool, layer.index

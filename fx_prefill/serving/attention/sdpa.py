@@ -89,7 +89,7 @@ class SdpaAttention(PooledAttention):
         ctx: ForwardContext,
     ) -> None:
         """See :class:`WritingBackend`."""
-        batch = self._batches.of(ctx)
+        batch = self.batch(ctx)
         for part in batch.parts if batch is not None else ():
             rows = part.rows
             if part.slots is None:

@@ -34,7 +34,7 @@ class Uploads:
         stream = torch._C._cuda_getCurrentRawStream(target.device.index)
         ring = self._rings.get(stream)
         if ring is None and len(self._rings) < MAX_STREAMS:
-            ring = self._rings[stream] = _Ring(target.shape[0])
+            ring = self._rings[stream] = _Ring(target.shape[0], target.device)
         if ring is None:
             host = torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=True)
         else:
@@ -45,7 +45,8 @@ class Uploads:
 class _Ring:
     """Pinned buffers in turn. See Note [Reused when the device is past it]."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._device = device
         with torch.inference_mode(False):  # read inside and outside of it
             self._buffers = [
                 torch.zeros(length, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -62,7 +63,7 @@ class _Ring:
         place = self._next
         half, offset = divmod(place, HALF)
         if offset == 0:
-            self._copied[1 - half].record()
+            self._copied[1 - half].record(torch.cuda.current_stream(self._device))
             self._copied[half].synchronize()
         self._numbers[place][:] = numbers  # type: ignore[assignment]
         self._next = (place + 1) % (2 * HALF)

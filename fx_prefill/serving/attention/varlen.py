@@ -48,7 +48,7 @@ class VarlenAttention(PooledAttention):
         _check_pool(pool)
         super().__init__(pool)
         self._kernel = _kernel()
-        self._captured = CapturedBatch(pool, max_captured_requests, self._slots)
+        self._captured = CapturedBatch(pool, max_captured_requests)
 
     def prepared(self, ctx: ForwardContext) -> PackedBatch:
         """See :class:`PooledAttention`."""
@@ -67,7 +67,7 @@ class VarlenAttention(PooledAttention):
 
         Raises ServingError for soft caps, sinks, and rows of another dtype than the pool's.
         """
-        batch = self._batches.of(ctx)
+        batch = self.batch(ctx)
         if batch is not None:
             self._run(q, k, v, layer, out, batch)
 
@@ -133,8 +133,9 @@ class VarlenAttention(PooledAttention):
         out: torch.Tensor,
     ) -> None:
         """See :class:`CapturableBackend`."""
-        self.write_captured(k, v, layer.index)
-        self._run(q, k, v, layer, out, self._captured.batch(q.shape[0]))
+        batch = self._captured.batch(q.shape[0])
+        self.write(layer.index, batch.write_locations, k, v)
+        self._run(q, k, v, layer, out, batch)
 
 
 def _kernel() -> Callable[..., Any]:

@@ -153,3 +153,25 @@ def test_uploads_that_the_device_has_not_reached_keep_their_numbers() -> None:
             seen.append(target.clone())
     torch.cuda.synchronize()
     assert [x.tolist() for x in seen] == [[n, n + 1, n + 2] for n in range(6 * HALF)]
+
+
+@pytest.mark.parametrize(("attention", "dtype"), [(c[0], c[1]) for c in CASES[::2]])
+def test_a_replay_on_another_stream_leaves_the_slots_of_the_last_one(
+    attention: str, dtype: torch.dtype
+) -> None:
+    graph = made(attention, dtype, compiler="eager")
+    pool = graph.attention.pool  # type: ignore[attr-defined]
+    batches = [GpuBatch(pool, [n], seed) for seed, n in enumerate((90, 50))]
+    halves = [batch.context([len(batch.ids[0]) - 9]) for batch in batches]
+    torch.cuda.synchronize()
+    for ctx, ids in halves:  # the second is called while the device has not begun with the first
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(int(2e8))
+            graph.replay(ctx, ids)
+    torch.cuda.synchronize()
+    close = (1e-3, 1e-4) if dtype is torch.float32 else (5e-2, 5e-2)
+    for batch in batches:
+        ids = batch.ids[0]
+        output = graph.replay(*batch.context([9], [len(ids) - 9]))
+        wanted = alone(graph, ids)
+        torch.testing.assert_close(output.logits[0], wanted, rtol=close[0], atol=close[1])

@@ -179,8 +179,7 @@ def compile(
     """
     if isinstance(model, CompiledPrefill):
         raise TypeError("this model is compiled already; call undo() on it first")
-    if not callable(model):
-        raise TypeError(f"expected a module or a function, got {type(model).__name__}")
+    _check_callable(model)
     if isinstance(model, torch.nn.Module) and model._compiled_call_impl is not None:
         raise TypeError(
             f"{type(model).__name__} is compiled already, by fx_prefill.compile or module.compile; "
@@ -303,6 +302,7 @@ def explain(
     :func:`compile` returned has both already. Containers among the arguments (a KV cache) are
     copied, so that tracing leaves them alone. Raises OptionError for bad options.
     """
+    _check_callable(model)
     _refuse_stray_options("explain", model, kwargs)
     if isinstance(model, CompiledPrefill):
         _refuse_new_options(prefill_options, break_modules)
@@ -326,6 +326,13 @@ def explain(
         torch.compile(frame, backend=backend)(*args, **kwargs)
     torch._dynamo.reset_code(frame.__code__)
     return Report(tuple(graphs))
+
+
+def _check_callable(model: Any) -> None:
+    if not callable(model):
+        # A PrefillGraph among others, which is asked itself.
+        own = "; its own report() says what it is made of" if hasattr(model, "report") else ""
+        raise TypeError(f"expected a module or a function, got {type(model).__name__}{own}")
 
 
 def _refuse_stray_options(door: str, model: Any, kwargs: Mapping[str, Any]) -> None:

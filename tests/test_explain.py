@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import resource
 import time
+from typing import Any
 
 import pytest
 import torch
 from harness import MAX_TOKENS, Around, assert_same, rows, token_graph
+from serving_models import PackedLM, pool_for
 from torch import nn
 
 import fx_prefill
@@ -20,6 +22,15 @@ def decoder() -> Around:
 
 
 # ---- explain ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", [fx_prefill.explain, fx_prefill.compile])
+def test_what_cannot_be_called_is_refused_by_name(door: Any) -> None:
+    with pytest.raises(TypeError, match="a function, got int$"):
+        door(3)
+    graph = fx_prefill.PrefillGraph(PackedLM(), pool=pool_for())
+    with pytest.raises(TypeError, match=r"got PrefillGraph; its own report\(\)"):
+        door(graph)
 
 
 def test_explain_of_a_large_model_on_the_meta_device() -> None:

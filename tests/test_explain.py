@@ -26,7 +26,7 @@ def decoder() -> Around:
 
 @pytest.mark.parametrize("door", [fx_prefill.explain, fx_prefill.compile])
 def test_what_cannot_be_called_is_refused_by_name(door: Any) -> None:
-    with pytest.raises(TypeError, match="a function, got int$"):
+    with pytest.raises(TypeError, match=r"a function, got int$"):
         door(3)
     graph = fx_prefill.PrefillGraph(PackedLM(), pool=pool_for())
     with pytest.raises(TypeError, match=r"got PrefillGraph; its own report\(\)"):

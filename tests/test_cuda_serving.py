@@ -8,7 +8,7 @@ import pytest
 import torch
 from serving_models import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, Batch, PackedLM, poison
 
-from fx_prefill import PagedKVPool, PrefillGraph
+from fx_prefill import ForwardContext, PagedKVPool, PrefillGraph
 from fx_prefill.errors import ServingError
 from fx_prefill.serving.attention.upload import HALF, Uploads
 
@@ -175,3 +175,40 @@ def test_a_replay_on_another_stream_leaves_the_slots_of_the_last_one(
         output = graph.replay(*batch.context([9], [len(ids) - 9]))
         wanted = alone(graph, ids)
         torch.testing.assert_close(output.logits[0], wanted, rtol=close[0], atol=close[1])
+
+
+class Copies:
+    """Attention that can be in anybody's capture: each row's result is its query."""
+
+    supports_capture = False
+    supports_captured_writes = True
+    reserved_slot = 0
+
+    def init_forward_metadata(self, ctx: ForwardContext) -> None:
+        pass
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        pass
+
+    def attend(self, q: Any, k: Any, v: Any, layer: Any, out: Any, ctx: ForwardContext) -> None:
+        out.copy_(q)
+
+    forward = attend
+
+
+def test_a_capture_of_the_caller_runs_the_model_as_it_is() -> None:
+    model = PackedLM().cuda()
+    graph = PrefillGraph(model, attention=Copies(), max_tokens=MAX_TOKENS, compiler="eager")
+    graph.warmup()
+    rows = torch.randn(40, model.model.embed_tokens.embedding_dim, device="cuda")
+    slots = torch.arange(40, device="cuda")
+    ctx = ForwardContext.from_lengths([40], device="cuda", write_locations=slots)
+    expected = graph.replay(ctx, inputs_embeds=rows)
+    theirs = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(theirs):
+        captured = graph.run(ctx, inputs_embeds=rows)
+    theirs.replay()
+    torch.testing.assert_close(captured.hidden_states, expected.hidden_states)
+    assert expected.replayed and not captured.replayed
+    again = graph.replay(ctx, inputs_embeds=rows)
+    torch.testing.assert_close(again.hidden_states, expected.hidden_states)

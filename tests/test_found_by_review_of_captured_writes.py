@@ -25,6 +25,7 @@ from torch import nn
 import fx_prefill
 from fx_prefill import ForwardContext, PagedKVPool, PrefillGraph, forward_context
 from fx_prefill.errors import ContextError
+from fx_prefill.execution.reasons import FallbackReason
 from fx_prefill.serving.attention.packed import gather, pack
 from fx_prefill.serving.attention.sdpa import SdpaAttention
 
@@ -208,6 +209,23 @@ def test_a_forward_inside_a_layer_leaves_the_slots_of_the_outer_one() -> None:
     for batch, length in ((outer, 40), (inner, 18)):
         half = length // 2
         assert_like_alone(graph, batch, graph.replay(*batch.context([half], [half])), [length])
+
+
+def test_a_capture_of_the_caller_keeps_the_slots_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = with_layers(Changed)
+    pool = graph.attention.pool  # type: ignore[attr-defined]
+    graph.replay(*Batch(pool, [20]).context([20]))
+    variant, slots = graph._variants[None], graph._slots
+    assert variant.graph is not None and slots is not None
+    before = slots.of(MAX_TOKENS).clone()
+    monkeypatch.setattr(variant.graph.runtime.recorder, "is_capturing", lambda: True)
+    batch = Batch(pool, [30])
+    output = graph.run(*batch.context([30]))
+    assert not output.replayed and graph.refusals[str(FallbackReason.CALLER_CAPTURES)] == 1
+    assert torch.equal(slots.of(MAX_TOKENS), before)
+    assert_like_alone(graph, batch, output, [30])
 
 
 class Switching(SdpaAttention):

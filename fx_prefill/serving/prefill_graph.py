@@ -363,6 +363,8 @@ class PrefillGraph:
     def _replay_alone(
         self, variant: Variant, ctx: ForwardContext, rows: torch.Tensor, bucket: int
     ) -> list[torch.Tensor] | FallbackReason:
+        if variant.caller_captures():  # before any memory of the replay is touched
+            return FallbackReason.CALLER_CAPTURES
         own = ctx.attention is None or ctx.attention is self.attention
         inside = own and bucket in self._with_attention and self._serves_captured(ctx)
         written = own and not inside and self._slots is not None

@@ -74,6 +74,11 @@ class Variant:
         given = self.decoder.arguments(rows, positions)
         return self._packed(self.call()(**given, **self.extra, **more))
 
+    def caller_captures(self) -> bool:
+        """Whether the caller is capturing a graph of its own, in which nothing is replayed."""
+        assert self.graph is not None
+        return self.graph.runtime.recorder.is_capturing()
+
     def replay(
         self,
         rows: torch.Tensor,
